@@ -1,0 +1,121 @@
+"""The seam between the control plane and a device: what a step is asked, what it answers.
+
+Holds values only (arrays and frozen dataclasses), so that a plan can be sent to other ranks as
+one flat int32 tensor, and the `Runner` protocol that every backend satisfies. No torch here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from protocol.messages import Logprobs
+from protocol.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """A request as it enters a slot: new, resumed, or back after a preemption.
+
+    It holds until another SlotState names the same slot. `masked_until_min` are the
+    end-of-sequence and stop ids, which may not be sampled before `sampling.min_tokens`.
+    """
+
+    slot: int
+    prompt_ids: array[int]  # u32
+    generated_ids: array[int]  # u32, those the host knows
+    sampling: SamplingParams
+    seed: int
+    masked_until_min: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEntry:
+    """One request's share of a step: positions `start` to `start + count - 1` are computed.
+
+    `ids` are the token ids at those positions; one id short (`len(ids) == count - 1`) when the
+    last one is what the step before sampled for this slot, which the host has not read yet.
+    `new_blocks` are appended to the slot's block table (emptied by a SlotState) before the step.
+    With `sample`, the token at position `start + count` is sampled; its number among the
+    generated ones is `start + count - len(prompt_ids)`.
+    """
+
+    slot: int
+    start: int
+    count: int
+    ids: array[int]  # u32
+    new_blocks: tuple[int, ...]
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass of a mixed batch. Entries of decodes come first, then prefill chunks."""
+
+    step: int
+    entered: tuple[SlotState, ...]
+    entries: tuple[PlanEntry, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.count for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the sampling entries of a plan got, in plan order.
+
+    `logprobs` has a row for every sampled token when any of them asked; `k` is the largest asked
+    for. `failed` names rows (index among the sampled ones) whose logits were not finite; their
+    requests end with an error and the id is ignored.
+    """
+
+    step: int
+    ids: array[int]  # u32 [num_sampled]
+    logprobs: Logprobs | None = None
+    failed: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a backend found out while loading.
+
+    `bundle` is the packed tokenizer bundle (`protocol.bundle`). `num_blocks` is the size of the
+    KV block pool. `eos_ids` come from generation_config.json, then config.json.
+    """
+
+    digest: str
+    numerics: str
+    vocab_size: int
+    context_length: int
+    block_size: int
+    num_blocks: int
+    eos_ids: tuple[int, ...]
+    generation_defaults: dict[str, object]
+    bundle: bytes
+
+
+#: Called by `load` with (phase text, bytes done, bytes in all).
+Progress = Callable[[str, int, int], None]
+
+
+class Runner(Protocol):
+    """A backend: owns the weights, the KV tensors and the sampler of one model.
+
+    One thread calls it. `launch` starts a step and may return before it is done; at most
+    `max_in_flight` steps are launched and not collected. `collect` waits for the oldest one.
+    A step k+1 may be launched while k runs; an entry one id short takes its last id from the
+    device. Both raise only when the device is lost: the process then exits.
+    """
+
+    max_in_flight: int
+
+    def load(self, progress: Progress) -> ModelInfo: ...
+
+    def launch(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> StepResult: ...
+
+    def close(self) -> None: ...

@@ -141,7 +141,9 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
         raise SamplingError(name, f"{name} must be between {low} and {high}, got {shown(value)}.")
 
 
-def _check_ids(name: str, ids: tuple[int, ...], most: int, vocab_size: int | None) -> None:
+def _check_ids(name: str, ids: object, most: int, vocab_size: int | None) -> None:
+    if not isinstance(ids, tuple):
+        raise SamplingError(name, f"{name} must be a list of token ids, got {shown(ids)}.")
     if len(ids) > most:
         raise SamplingError(name, f"{name} takes at most {most} token ids, got {len(ids)}.")
     for token in ids:

@@ -1,0 +1,44 @@
+"""The front door: the console script `sluicegate`. A command's code is imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+VERSION = "0.1.0"
+
+#: Command, where its `main(argv) -> int` is, and what it does.
+COMMANDS = {
+    "engine": ("engine.__main__:main", "load a model onto this machine's device and serve it to gateways"),
+    "gateway": ("gateway.__main__:main", "speak OpenAI's HTTP and pass the work on to engines"),
+    "bench": ("loadtest.__main__:main", "put load on a server that speaks OpenAI's HTTP and measure it"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if words[0] == "--version":
+        print(f"sluicegate {VERSION}")
+        return 0
+    if words[0] not in COMMANDS:
+        sys.stderr.write(f"sluicegate: unknown command {words[0]!r}.\n{_usage()}\n")
+        return 2
+    module, _, name = COMMANDS[words[0]][0].partition(":")
+    command: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), name)
+    return command(words[1:])
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: sluicegate COMMAND ...", "", *lines, "", "`sluicegate COMMAND --help` lists a command's options."]
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-VERSION = "0.1.0"
+from protocol.version import VERSION
 
 #: Command, where its `main(argv) -> int` is, and what it does.
 COMMANDS = {

@@ -16,12 +16,16 @@ so a slow reader delays no abort and its unread deltas merge into one.
 
 from __future__ import annotations
 
+import asyncio
 from array import array
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from protocol.messages import FinishReason, Logprobs
+from gateway.errors import GatewayError
+from gateway.stops import StopMatcher
+from protocol.messages import F32, U32, AbortReason, FinishReason, Logprobs
 from protocol.sampling import SamplingParams
 
 
@@ -39,14 +43,16 @@ class GenerationRequest:
 
     `sampling` is validated and complete (defaults merged, max_tokens resolved). `seed` None lets
     the gateway draw one. `decoder` makes the decoder of one choice from its prompt ids. A stop
-    string that is one special token is in `sampling.stop_token_ids` as well.
+    string that is one special token is in `sampling.stop_token_ids` as well. Without `stream`
+    every choice gives exactly one delta, its last.
     """
 
     request_id: str
     model: str
-    prompts: tuple[array[int], ...]  # u32 each
+    prompts: tuple[array[int], ...]  # u32 each, none empty
     sampling: SamplingParams
     decoder: Callable[[array[int]], TextDecoder]
+    stream: bool = True
     n: int = 1
     seed: int | None = None
     stop: tuple[str, ...] = ()
@@ -60,11 +66,12 @@ class GenerationRequest:
 class Delta:
     """What one choice gained since its last delta.
 
-    `ids` and the rows of `logprobs` (present when the request asked; `k` alternatives each) are
-    the same tokens; they may come before their text, which is held back while it could begin a
-    stop string or ends inside a character. A stop token is among the ids and not in the text.
-    The last delta of a choice, and no other, has a `finish_reason` (STOP or LENGTH);
-    `stop_reason` is then the stop string or the stop id that ended it, None for end-of-sequence.
+    `ids` and the rows of `logprobs` (present when the request asked; `k` alternatives each, 0 when
+    it asked for none) are the same tokens. They may come before their text, which is held back
+    while it could begin a stop string or ends inside a character; so `text` may be empty. A stop
+    token is among the ids and, without `include_stop`, not in the text. The last delta of a
+    choice, and no other, has a `finish_reason` (STOP or LENGTH); `stop_reason` is then the stop
+    string or the one of `stop_token_ids` that ended it, None for end-of-sequence.
     """
 
     index: int  # of the choice: prompt * n + j
@@ -76,20 +83,217 @@ class Delta:
     stop_reason: str | int | None = None
 
 
-class Choice:
-    """One of the generations of a request; readable at any time by the route for its usage."""
+class Gap(Exception):
+    """A token was skipped on the way: the link that brought this frame cannot be trusted."""
 
-    index: int
-    prompt_ids: array[int]  # u32
-    generated_ids: array[int]  # u32: the journal, all tokens that count
-    cached_tokens: int  # prompt tokens the engine did not have to compute
-    admitted: bool  # an engine has begun with it
+
+class Carrier(Protocol):
+    """What brings a choice its tokens, as the choice sees it."""
+
+    def leave(self, reason: AbortReason) -> None:
+        """The choice has ended before its engine said so; called at most once."""
+
+
+class Choice:
+    """One of the generations of a request: its journal, its text, and its unread delta.
+
+    It is fed token by token and ends exactly once: by `finish`, by a stop string found here, by
+    `fail` or by `abort`. What comes after the end is dropped.
+    """
+
+    __slots__ = (
+        "_carrier",
+        "_decoder",
+        "_finish_reason",
+        "_generation",
+        "_matcher",
+        "_stop_ids",
+        "_stop_reason",
+        "_unread_from",
+        "_unread_rows",
+        "_unread_text",
+        "admitted",
+        "cached_tokens",
+        "ended",
+        "generated_ids",
+        "in_mailbox",
+        "include_stop",
+        "index",
+        "prompt_ids",
+        "sampling",
+    )
+
+    def __init__(
+        self, request: GenerationRequest, index: int, eos_ids: tuple[int, ...], generation: Generation
+    ) -> None:
+        sampling = request.sampling
+        self.index = index
+        self.prompt_ids = request.prompts[index // request.n]
+        self.sampling = sampling
+        self.include_stop = request.include_stop
+        #: The journal: every token that counts, in order.
+        self.generated_ids: array[int] = array(U32)
+        self.cached_tokens = 0  # prompt tokens the engine did not have to compute
+        self.admitted = False  # an engine has begun with it
+        self.ended = False
+        self.in_mailbox = False
+        self._generation = generation
+        self._carrier: Carrier | None = None
+        self._decoder = request.decoder(self.prompt_ids)
+        self._matcher = StopMatcher(request.stop, request.include_stop)
+        self._stop_ids = frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_ids))
+        self._unread_text: list[str] = []
+        self._unread_from = 0
+        self._unread_rows = _no_rows(sampling)
+        self._finish_reason: FinishReason | None = None
+        self._stop_reason: str | int | None = None
+
+    # --- fed by the carrier ----------------------------------------------------------------------
+
+    def carried_by(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+
+    def admit(self, cached_tokens: int) -> None:
+        """An engine begins with it. Only the first life counts: later ones compute again what is known."""
+        if not self.admitted:
+            self.admitted = True
+            self.cached_tokens = cached_tokens
+
+    def push(self, first: int, ids: array[int], rows: Logprobs | None = None) -> None:
+        """Tokens number `first`, `first + 1`, ... of this choice; `rows` are theirs, one each.
+
+        Known ones are dropped. Raises Gap if one is missing in between.
+        """
+        if self.ended:
+            return
+        known = len(self.generated_ids)
+        if first > known:
+            raise Gap(f"token {first} came where {known} was next")
+        for at in range(known - first, len(ids)):
+            self._push(ids[at], rows, at)
+            if self.ended:
+                break
+        if known < len(self.generated_ids):
+            self._generation.post(self)
+
+    def _push(self, token: int, rows: Logprobs | None, at: int) -> None:
+        self.generated_ids.append(token)
+        if self._unread_rows is not None:
+            if rows is None:
+                raise Gap(f"token {len(self.generated_ids) - 1} came without the logprobs that were asked")
+            _append_row(self._unread_rows, rows, at)
+        if self._is_stop(token) and not self.include_stop:
+            return  # its Finished follows
+        text, matched = self._matcher.push(
+            self._decoder.push(token), armed=len(self.generated_ids) >= self.sampling.min_tokens
+        )
+        if text:
+            self._unread_text.append(text)
+        if matched is not None:
+            self._end(FinishReason.STOP, matched)
+            self._leave(AbortReason.STOP_STRING)
+
+    def finish(self, reason: FinishReason, stop_id: int | None) -> None:
+        """The engine, or `verdict`, says that the last token was the last. STOP or LENGTH."""
+        if self.ended:
+            return
+        text, matched = self._matcher.push(self._decoder.finish())
+        self._unread_text.append(text)
+        if matched is not None:
+            self._end(FinishReason.STOP, matched)
+            return
+        self._unread_text.append(self._matcher.finish())
+        self._end(reason, stop_id if stop_id in self.sampling.stop_token_ids else None)
+
+    def fail(self, error: GatewayError) -> None:
+        """It cannot go on: the reader gets `error` after what came before, the other choices end."""
+        if not self.ended:
+            self.ended = True
+            self._generation.fail(error)
+
+    def verdict(self) -> tuple[FinishReason, int | None] | None:
+        """(reason, stop id) if the journal is complete, by the engine's own rules; else None.
+
+        The answer when an engine died between the last token and its Finished.
+        """
+        num_generated = len(self.generated_ids)
+        if num_generated and self._is_stop(last := self.generated_ids[-1]):
+            return FinishReason.STOP, last
+        if num_generated >= self.sampling.max_tokens:
+            return FinishReason.LENGTH, None
+        return None
+
+    def _is_stop(self, token: int) -> bool:
+        """Whether `token`, the last of the journal, ends the choice; among min_tokens it was masked."""
+        return token in self._stop_ids and len(self.generated_ids) > self.sampling.min_tokens
+
+    def _end(self, reason: FinishReason, stop_reason: str | int | None) -> None:
+        self.ended = True
+        self._finish_reason, self._stop_reason = reason, stop_reason
+        self._generation.post(self)
+
+    # --- for the generation ----------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Nobody waits for it any more."""
+        if not self.ended:
+            self.ended = True
+            self._leave(AbortReason.CLIENT)
+
+    def _leave(self, reason: AbortReason) -> None:
+        if self._carrier is not None:
+            self._carrier.leave(reason)
+
+    @property
+    def finished(self) -> bool:
+        """It has a finish reason: it came to its own end."""
+        return self._finish_reason is not None
+
+    def take(self) -> Delta:
+        """All that is unread."""
+        rows = self._unread_rows
+        delta = Delta(
+            index=self.index,
+            text="".join(self._unread_text),
+            ids=self.generated_ids[self._unread_from :],
+            num_generated=len(self.generated_ids),
+            logprobs=rows,
+            finish_reason=self._finish_reason,
+            stop_reason=self._stop_reason,
+        )
+        self._unread_text.clear()
+        self._unread_from = len(self.generated_ids)
+        self._unread_rows = _no_rows(self.sampling)
+        return delta
+
+
+def _no_rows(sampling: SamplingParams) -> Logprobs | None:
+    if sampling.logprobs is None:
+        return None
+    return Logprobs(sampling.logprobs, array(F32), array(U32), array(U32), array(F32))
+
+
+def _append_row(to: Logprobs, rows: Logprobs, at: int) -> None:
+    """Row `at` of a step, which is as wide as the widest asked for in it, cut to what this choice asked."""
+    if rows.k < to.k:
+        raise Gap(f"logprobs came with {rows.k} alternatives where {to.k} were asked")
+    start = at * rows.k
+    to.own.append(rows.own[at])
+    to.rank.append(rows.rank[at])
+    to.top_ids.extend(rows.top_ids[start : start + to.k])
+    to.top.extend(rows.top[start : start + to.k])
 
 
 class Generation:
     """The choices of one request and the mailbox they share. One reader."""
 
-    choices: tuple[Choice, ...]
+    def __init__(self, request: GenerationRequest, eos_ids: tuple[int, ...]) -> None:
+        self._stream = request.stream
+        self._mailbox: deque[Choice] = deque()
+        self._error: GatewayError | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self.choices = tuple(Choice(request, index, eos_ids, self) for index in range(len(request.prompts) * request.n))
+        self._num_unfinished = len(self.choices)
 
     async def next(self) -> Delta | None:
         """The next delta of any choice; None once every choice has given its last.
@@ -97,7 +301,21 @@ class Generation:
         Safe to cancel (`asyncio.wait_for`): no delta is lost. Raises a `gateway.errors` exception when
         a choice failed, after the deltas that came before it; the other choices are then aborted.
         """
-        raise NotImplementedError
+        while not self._mailbox:
+            if self._error is not None:
+                raise self._error
+            if not self._num_unfinished:
+                return None
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        choice = self._mailbox.popleft()
+        choice.in_mailbox = False
+        if choice.finished:
+            self._num_unfinished -= 1
+        return choice.take()
 
     def __aiter__(self) -> Generation:
         return self
@@ -110,4 +328,25 @@ class Generation:
 
     def abort(self) -> None:
         """The client has left: every unfinished choice is ended at its engine. Idempotent."""
-        raise NotImplementedError
+        for choice in self.choices:
+            choice.abort()
+
+    # --- for its choices -------------------------------------------------------------------------
+
+    def post(self, choice: Choice) -> None:
+        """`choice` has something unread."""
+        if not choice.in_mailbox and (self._stream or choice.finished):
+            choice.in_mailbox = True
+            self._mailbox.append(choice)
+            self._wake()
+
+    def fail(self, error: GatewayError) -> None:
+        """One choice failed. Only the first failure is told."""
+        if self._error is None:
+            self._error = error
+            self.abort()
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

@@ -1,0 +1,79 @@
+"""Operators for decoder models: the public list.
+
+Every operator gives a row of its result the same bits whatever the other rows of the call are, how
+many there are, and how many threads work (`DESIGN.md`, "Bits"). Model code calls the names below
+and never a device-specific form; `kernels.backend` decides what runs. Each operator's file holds
+its launcher and a plain-torch reference, which is both the fallback and the oracle of the tests.
+
+The import is cheap on purpose: torch is imported when a name is first used, because transformers
+probes for a package of this name by importing it, also in processes that must stay free of torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kernels.activation import silu_and_mul as silu_and_mul
+    from kernels.attention import AttentionBatch as AttentionBatch
+    from kernels.attention import paged_attention as paged_attention
+    from kernels.backend import NUMERICS as NUMERICS
+    from kernels.backend import Implementation as Implementation
+    from kernels.backend import num_threads as num_threads
+    from kernels.backend import numerics_name as numerics_name
+    from kernels.backend import set_num_threads as set_num_threads
+    from kernels.backend import start as start
+    from kernels.check import self_check as self_check
+    from kernels.kv_cache import kv_cache_shapes as kv_cache_shapes
+    from kernels.kv_cache import write_kv as write_kv
+    from kernels.matmul import PackedLinear as PackedLinear
+    from kernels.matmul import linear as linear
+    from kernels.matmul import pack_linear as pack_linear
+    from kernels.norm import rms_norm as rms_norm
+    from kernels.rope import rope_ as rope_
+    from kernels.sampling import TokenLogprobs as TokenLogprobs
+    from kernels.sampling import gumbel_noise as gumbel_noise
+    from kernels.sampling import logprobs as logprobs
+    from kernels.sampling import sample as sample
+
+#: Public name to the module that defines it. No name equals a module's: importing a submodule
+#: would bind the module over the operator.
+_HOMES = {
+    "AttentionBatch": "attention",
+    "Implementation": "backend",
+    "NUMERICS": "backend",
+    "PackedLinear": "matmul",
+    "TokenLogprobs": "sampling",
+    "gumbel_noise": "sampling",
+    "kv_cache_shapes": "kv_cache",
+    "linear": "matmul",
+    "logprobs": "sampling",
+    "num_threads": "backend",
+    "numerics_name": "backend",
+    "pack_linear": "matmul",
+    "paged_attention": "attention",
+    "rms_norm": "norm",
+    "rope_": "rope",
+    "sample": "sampling",
+    "self_check": "check",
+    "set_num_threads": "backend",
+    "silu_and_mul": "activation",
+    "start": "backend",
+    "write_kv": "kv_cache",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'kernels' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(f"kernels.{home}"), name)
+    globals()[name] = value  # later look-ups do not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,150 @@
+"""Attention over the paged KV pool: one path for prefill and decode.
+
+Contract: a query's keys, from its window's first position to its own, are walked in splits of 256
+positions counted from 0, in tiles of 64 keys. A split is an online softmax in key order; splits are
+merged left to right. All of it in float32, and none of it depends on the other queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.reduce import tree_sum
+
+SPLIT = 256
+TILE = 64
+
+#: Queries the reference takes at once: bounds its temporaries (rows * heads * head_dim * TILE floats).
+_REFERENCE_ROWS = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBatch:
+    """Where the queries of a step stand. Built once a step and shared by all layers.
+
+    `block_tables` int32 [num_seqs, max_blocks] (entries past a sequence's last block are not read),
+    `seq_index` int32 [M] the row of block_tables, `positions` int32 [M]. Queries of one sequence
+    that follow one another are computed together; any order is right.
+    """
+
+    block_tables: Tensor
+    seq_index: Tensor
+    positions: Tensor
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> Tensor:
+    """Causal attention of q [M, num_heads, head_dim] to the pool (`kv_cache_shapes`): [M, num_heads, head_dim].
+
+    Keys and values of the queries themselves must have been written. `window` > 0 lets a query see
+    that many positions, itself included; `soft_cap` > 0 makes scores soft_cap * tanh(score / soft_cap).
+    num_heads must be a multiple of the pool's num_kv_heads. q may be a view with a row stride.
+    """
+    return paged_attention_reference(q, k_cache, v_cache, batch, scale, window, soft_cap)
+
+
+def paged_attention_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int,
+    soft_cap: float,
+) -> Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype)
+    for start in range(0, q.shape[0], _REFERENCE_ROWS):
+        rows = slice(start, start + _REFERENCE_ROWS)
+        part = AttentionBatch(batch.block_tables, batch.seq_index[rows], batch.positions[rows])
+        out[rows] = _attend(q[rows].to(torch.float32) * scale, k_cache, v_cache, part, window, soft_cap)
+    return out
+
+
+@dataclass(slots=True, eq=False)
+class _Softmax:
+    """State of an online softmax: largest score, sum of exponentials, weighted values."""
+
+    top: Tensor  # [M, H]
+    total: Tensor  # [M, H]
+    out: Tensor  # [M, H, head_dim]
+
+    @classmethod
+    def empty(cls, rows: int, heads: int, head_dim: int) -> _Softmax:
+        return cls(
+            torch.full((rows, heads), -torch.inf), torch.zeros(rows, heads), torch.zeros(rows, heads, head_dim)
+        )
+
+    def add(self, top: Tensor, total: Tensor, out: Tensor) -> None:
+        """Join what was computed for later keys, relative to its own largest score."""
+        highest = torch.maximum(self.top, top)
+        # A row without keys yet has -inf on both sides; 0 keeps the difference from being NaN.
+        base = torch.where(highest == -torch.inf, 0.0, highest)
+        old, new = torch.exp(self.top - base), torch.exp(top - base)
+        self.total = self.total * old + total * new
+        self.out = self.out * old.unsqueeze(-1) + out * new.unsqueeze(-1)
+        self.top = highest
+
+
+def _attend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, window: int, soft_cap: float
+) -> Tensor:
+    """float32 [M, H, head_dim] for scaled float32 queries."""
+    rows, heads, head_dim = q.shape
+    positions = batch.positions.long()
+    first = (positions - window + 1).clamp(min=0) if window > 0 else torch.zeros_like(positions)
+    last = int(positions.max())
+    state = _Softmax.empty(rows, heads, head_dim)
+    for split in range(int(first.min()) // SPLIT * SPLIT, last + 1, SPLIT):
+        inner = _Softmax.empty(rows, heads, head_dim)
+        for start in range(split, min(split + SPLIT, last + 1), TILE):
+            keys = torch.arange(start, start + TILE)
+            seen = (keys >= first.unsqueeze(1)) & (keys <= positions.unsqueeze(1))  # [M, TILE]
+            k, v = _gather(k_cache, v_cache, batch, keys.clamp(max=last), seen, head_dim)
+            inner.add(*_tile(q, k, v, seen, soft_cap))
+        state.add(inner.top, inner.total, inner.out)
+    return state.out / state.total.unsqueeze(-1)
+
+
+def _gather(
+    k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, keys: Tensor, seen: Tensor, head_dim: int
+) -> tuple[Tensor, Tensor]:
+    """K and V of positions `keys` [TILE] for each query, float32 [M, TILE, num_kv_heads, head_dim].
+
+    What a query does not see is zero: it may be memory never written, and 0 * NaN is NaN.
+    """
+    block_size = k_cache.shape[3]
+    tables = batch.block_tables.long()[batch.seq_index.long()]  # [M, max_blocks]
+    blocks = tables[:, (keys // block_size).clamp(max=tables.shape[1] - 1)]  # [M, TILE]
+    blocks = torch.where(seen, blocks, 0)
+    offsets = (keys % block_size).expand_as(blocks)
+    hidden = ~seen[:, :, None, None]
+    k = k_cache[blocks, :, :, offsets].to(torch.float32).masked_fill(hidden, 0.0)
+    v = v_cache[blocks, :, offsets, :head_dim].to(torch.float32).masked_fill(hidden, 0.0)
+    return k, v
+
+
+def _tile(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, soft_cap: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax parts (top, total, out) of one tile of keys."""
+    group = q.shape[1] // k.shape[2]
+    k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)  # [M, TILE, H, head_dim]
+    scores = tree_sum(q.unsqueeze(1) * k, dim=-1).transpose(1, 2)  # [M, H, TILE]
+    if soft_cap > 0:
+        # tanh by exp, whose vector form has the same bits for every lane.
+        grown = torch.exp(scores * (2.0 / soft_cap))
+        scores = soft_cap * (1.0 - 2.0 / (grown + 1.0))
+    scores = scores.masked_fill(~seen.unsqueeze(1), -torch.inf)
+    top = scores.amax(dim=-1)
+    base = torch.where(top == -torch.inf, 0.0, top)
+    weights = torch.exp(scores - base.unsqueeze(-1))  # [M, H, TILE]
+    return top, tree_sum(weights, dim=-1), tree_sum(weights.transpose(1, 2).unsqueeze(-1) * v, dim=1)

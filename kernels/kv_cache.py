@@ -1,0 +1,39 @@
+"""The paged KV pool of one layer: its layout, and writing keys and values into it.
+
+Keys lie [num_blocks, num_kv_heads, head_dim, block_size]: positions are contiguous, so that scores
+of 16 keys are one vector and need no sum across its lanes. Values lie [num_blocks, num_kv_heads,
+block_size, head_dim], head_dim padded to a multiple of 16, for the same reason in the other product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LANES = 16
+
+
+def kv_cache_shapes(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """Shapes of the key and the value tensor of one layer (float32, bfloat16 or float16, contiguous)."""
+    if block_size < 1 or block_size % LANES:
+        raise ValueError(f"block_size must be a positive multiple of {LANES}, got {block_size}.")
+    padded = -(-head_dim // LANES) * LANES
+    return (num_blocks, num_kv_heads, head_dim, block_size), (num_blocks, num_kv_heads, block_size, padded)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Write k and v [M, num_kv_heads, head_dim] into the pool at `slots` int64 [M], rounding to its dtype.
+
+    A slot is block * block_size + offset. k and v may be views with a row stride. Slots must
+    differ from each other. Raises IndexError for a slot outside the pool.
+    """
+    write_kv_reference(k, v, k_cache, v_cache, slots)
+
+
+def write_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    block_size = k_cache.shape[3]
+    blocks, offsets = slots // block_size, slots % block_size
+    k_cache[blocks, :, :, offsets] = k.to(k_cache.dtype)
+    v_cache[blocks, :, offsets, : v.shape[2]] = v.to(v_cache.dtype)

@@ -1,0 +1,27 @@
+"""Rotary position embedding (Su et al., 2021), halves rotated against each other as in transformers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rope_(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    """Rotate q [M, num_heads, head_dim] and k [M, num_kv_heads, head_dim] in place.
+
+    `positions` [M] (int32 or int64) are rows of `cos_sin`, float32 [num_positions, rotary_dim]:
+    cosines in the first half, sines in the second. Dimensions from rotary_dim on stay as they are.
+    q and k may be views with a row stride (slices of one fused projection). Computed in float32,
+    rounded once to their dtype. Raises IndexError for a position outside the table.
+    """
+    rope_reference_(q, k, positions, cos_sin)
+
+
+def rope_reference_(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    rows = cos_sin.index_select(0, positions.long())  # [M, rotary_dim]
+    cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)  # [M, 1, rotary_dim / 2] each
+    half = cos.shape[-1]
+    for x in (q, k):
+        low, high = x[..., :half].to(torch.float32), x[..., half : 2 * half].to(torch.float32)
+        x[..., :half] = (low * cos - high * sin).to(x.dtype)
+        x[..., half : 2 * half] = (high * cos + low * sin).to(x.dtype)

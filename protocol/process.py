@@ -18,9 +18,11 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
+
+#: Exit status of a program that no new start can help: a wrong setting, a model it cannot serve.
+EXIT_UNUSABLE = 2
 
 _MAX_REASON = 2000
 
@@ -103,19 +105,11 @@ class Parent:
         sys.__excepthook__(kind, error, trace)
 
 
-class ReportReader:
-    """Turns the bytes that a child wrote into reports."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> Iterator[Report]:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            report = json.loads(line)
-            if "phase" in report:
-                yield Progress(report["phase"], report["done"], report["total"])
-            elif "reason" in report:
-                yield GaveUp(report["reason"])
-            else:
-                yield Ready()
+def parse_report(line: bytes) -> Report:
+    """What a child said in one line."""
+    report = json.loads(line)
+    if "phase" in report:
+        return Progress(report["phase"], report["done"], report["total"])
+    if "reason" in report:
+        return GaveUp(report["reason"])
+    return Ready()

@@ -1,0 +1,110 @@
+"""What the operator asked of an engine (`EngineConfig`) and what start-up decided (`Resolved`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import ByteSize, Field, model_validator
+
+from engine.plan import ModelInfo
+from protocol.config import Positional, Settings, Shown
+
+#: A block holds this many tokens' KV, or a multiple up to the largest.
+BLOCK_UNIT, LARGEST_BLOCK = 16, 256
+
+
+class EngineConfig(Settings):
+    """Load a model onto this machine's device and serve it to gateways."""
+
+    model: Annotated[str | None, Positional()] = Field(None, description="Folder of the model (Hugging Face layout).")
+    served_model_name: str | None = Field(
+        None, description="Name that requests call the model by, instead of what was given as --model."
+    )
+    listen: str = Field(
+        "tcp://127.0.0.1:5557", description="Address that gateways connect to: tcp://HOST:PORT or ipc://PATH."
+    )
+    backend: str = Field("torch_runner", description="Engine behind the scheduler: torch_runner, fake, or a plug-in's.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of weights, activations and KV; auto is what the model's config says."
+    )
+    max_model_len: int | None = Field(
+        None, ge=1, description="Longest sequence, prompt and answer, in tokens; the model's own context if not given."
+    )
+    max_num_batched_tokens: int = Field(
+        256, ge=1, description="Tokens computed in one step; longer prompts are taken in chunks."
+    )
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="Requests that run at the same time.")
+    block_size: int = Field(
+        BLOCK_UNIT, ge=BLOCK_UNIT, le=LARGEST_BLOCK, multiple_of=BLOCK_UNIT, description="Tokens in a block of KV."
+    )
+    kv_cache_memory_bytes: Annotated[ByteSize | None, Shown("min(2GiB, a quarter of free memory)")] = Field(
+        None, description="Memory for the KV block pool, such as 512MiB."
+    )
+    enable_prefix_caching: bool = Field(True, description="Keep the KV of finished prompts for those that begin alike.")
+    threads: Annotated[int | None, Shown("all cores")] = Field(None, ge=1, description="Threads of the CPU device.")
+    hang_timeout: float = Field(
+        10.0, gt=0, description="Seconds without a finished step after which gateways take a busy engine for hung."
+    )
+    drain_timeout: float = Field(
+        5.0, ge=0, description="Seconds that running requests get to finish after SIGTERM, before gateways move them."
+    )
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="Port on 127.0.0.1 for /metrics, /health and /ready; off if not given."
+    )
+    curve_secret_key_file: Path | None = Field(
+        None, description="CURVE key pair of this engine (`zmq.auth` certificate); required off loopback and ipc."
+    )
+    curve_allowed_keys_dir: Path | None = Field(
+        None, description="Folder of the public keys of the gateways that may connect; required with a key pair."
+    )
+    fake_num_blocks: int = Field(4096, ge=1, description="fake backend: size of the block pool.")
+    fake_step_ms: float = Field(0.0, ge=0, description="fake backend: least time of a step.")
+    fake_token_us: float = Field(0.0, ge=0, description="fake backend: time added by each token computed in a step.")
+    fake_depth: int = Field(1, ge=1, le=2, description="fake backend: steps in flight.")
+    fake_mean_length: int = Field(
+        0, ge=0, description="fake backend: average tokens before it says end-of-sequence; 0 is never."
+    )
+    fake_load_s: float = Field(0.0, ge=0, description="fake backend: time to load.")
+    fake_step_log: Path | None = Field(None, description="fake backend: file for the time of each step, one JSON a line.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ValueError(
+                f"--max-num-batched-tokens must be at least --max-num-seqs ({self.max_num_seqs}), since every running "
+                f"request computes a token in a step; got {self.max_num_batched_tokens}."
+            )
+        if (self.curve_secret_key_file is None) != (self.curve_allowed_keys_dir is None):
+            raise ValueError("--curve-secret-key-file and --curve-allowed-keys-dir go together.")
+        return self
+
+    @property
+    def public_name(self) -> str:
+        """The name requests call the model by."""
+        return self.served_model_name or self.model or self.backend
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Settings in force once the backend has loaded. Never changes afterwards."""
+
+    public_name: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    hang_timeout_ms: int
+    info: ModelInfo
+
+
+def resolve(config: EngineConfig, info: ModelInfo) -> Resolved:
+    """What was asked, with what the backend found."""
+    return Resolved(
+        public_name=config.public_name,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        hang_timeout_ms=round(config.hang_timeout * 1000),
+        info=info,
+    )

@@ -1,0 +1,94 @@
+"""What the scheduler tells: values on their way from a committed step to the gateways.
+
+`to_messages` sorts the events of one step by gateway and lays down their messages; every gateway
+gets at most one Step for it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from engine.request import Request
+from protocol.messages import U16, U32, Admitted, Finished, Logprobs, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A request got its first slot."""
+
+    owner: int
+    message: Admitted
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A request got its generated token number `index`; `row` is its row of the step's logprobs."""
+
+    request: Request
+    index: int
+    token: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request is over; nothing more comes for its handle."""
+
+    owner: int
+    message: Finished
+
+
+Event = Entered | Sampled | Ended
+
+
+@dataclass(slots=True)
+class _Mail:
+    admitted: list[Admitted] = field(default_factory=list)
+    sampled: list[Sampled] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+
+
+def to_messages(step: int, events: list[Event], logprobs: Logprobs | None) -> list[tuple[int, Admitted | Step | Finished]]:
+    """(owner, message) in the order to send: for each owner what began, one Step, what ended."""
+    mails: dict[int, _Mail] = {}
+    for event in events:
+        match event:
+            case Sampled(request=request):
+                mails.setdefault(request.owner, _Mail()).sampled.append(event)
+            case Entered(owner=owner, message=message):
+                mails.setdefault(owner, _Mail()).admitted.append(message)
+            case Ended(owner=owner, message=finished):
+                mails.setdefault(owner, _Mail()).finished.append(finished)
+    messages: list[tuple[int, Admitted | Step | Finished]] = []
+    for owner, mail in mails.items():
+        messages += [(owner, admitted) for admitted in mail.admitted]
+        if mail.sampled:
+            messages.append((owner, _step(step, mail.sampled, logprobs)))
+        messages += [(owner, finished) for finished in mail.finished]
+    return messages
+
+
+def _step(step: int, sampled: list[Sampled], logprobs: Logprobs | None) -> Step:
+    asked = [k for s in sampled if (k := s.request.submit.sampling.logprobs) is not None]
+    return Step(
+        step=step,
+        handles=array(U32, [s.request.handle for s in sampled]),
+        firsts=array(U32, [s.index for s in sampled]),
+        counts=array(U16, [1]) * len(sampled),
+        ids=array(U32, [s.token for s in sampled]),
+        logprobs=_rows(logprobs, [s.row for s in sampled], max(asked)) if asked and logprobs else None,
+    )
+
+
+def _rows(logprobs: Logprobs, rows: list[int], k: int) -> Logprobs:
+    """The rows of one gateway, no wider than it asked; the wire carries at least one alternative."""
+    width, k = logprobs.k, max(k, 1)
+    assert k <= width, f"{k} alternatives asked, the step has {width}"
+    part = Logprobs(k, array("f"), array(U32), array(U32), array("f"))
+    for row in rows:
+        part.own.append(logprobs.own[row])
+        part.rank.append(logprobs.rank[row])
+        part.top_ids.extend(logprobs.top_ids[row * width : row * width + k])
+        part.top.extend(logprobs.top[row * width : row * width + k])
+    return part

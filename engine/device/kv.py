@@ -1,0 +1,82 @@
+"""The KV block pool: how many blocks there are, and their tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import kernels
+from engine.layers.attention import LayerCache
+from engine.loading.store import ModelError
+from engine.models.spec import ModelSpec
+
+#: Of the memory that is free, when nothing else is asked: a quarter, at most 2 GiB.
+_DEFAULT_SHARE = 4
+_DEFAULT_MOST = 2 * 2**30
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The pool of one model: `num_blocks` blocks of `block_size` positions in every layer."""
+
+    num_blocks: int
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def allocate(self) -> list[LayerCache]:
+        """One cache a layer. Memory is not touched, so it is taken as blocks come into use."""
+        keys, values = kernels.kv_cache_shapes(self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+        return [
+            LayerCache(torch.empty(keys, dtype=self.dtype), torch.empty(values, dtype=self.dtype))
+            for _ in range(self.num_layers)
+        ]
+
+
+def plan_kv(
+    spec: ModelSpec, *, block_size: int, dtype: torch.dtype, memory_bytes: int, context_length: int
+) -> KVLayout:
+    """The pool that fits in `memory_bytes`. Raises ModelError when not even one full sequence does."""
+    shapes = kernels.kv_cache_shapes(1, block_size, spec.num_kv_heads, spec.head_dim)
+    block_bytes = spec.num_layers * dtype.itemsize * sum(torch.Size(shape).numel() for shape in shapes)
+    num_blocks = memory_bytes // block_bytes
+    needed = -(-context_length // block_size)
+    if num_blocks < needed:
+        raise ModelError(
+            f"--max-model-len {context_length} needs {needed} KV blocks ({needed * block_bytes} bytes) for one "
+            f"sequence, and --kv-cache-memory-bytes {memory_bytes} holds {num_blocks}. Raise the memory, or set "
+            f"--max-model-len to at most {num_blocks * block_size}."
+        )
+    return KVLayout(num_blocks, block_size, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
+
+
+def default_kv_memory_bytes(weight_bytes: int) -> int:
+    """The smaller of 2 GiB and a quarter of the memory that weights not yet loaded will leave free."""
+    return min(_DEFAULT_MOST, max(0, free_memory_bytes() - weight_bytes) // _DEFAULT_SHARE)
+
+
+def free_memory_bytes() -> int:
+    """What the machine has to give, or the process's control group if that is less."""
+    for line in _MEMINFO.read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            machine = int(line.split()[1]) * 1024
+            break
+    else:
+        raise ModelError(f"{_MEMINFO} does not say MemAvailable; set --kv-cache-memory-bytes.")
+    limit, used = (_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
+    return machine if limit is None or used is None else min(machine, max(0, limit - used))
+
+
+def _number(file: Path) -> int | None:
+    """The number in a control group's file; None without such a group or limit ("max")."""
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,53 @@
+"""Linear layers, and the pair at the two ends of a decoder: embedding and head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import kernels
+from engine.loading.weights import WeightReader
+from engine.quant import LinearMethod, LinearPart
+
+
+class Linear:
+    """y = x Wᵀ + b for several checkpoint matrices of equal input at once (fused by rows)."""
+
+    def __init__(
+        self, reader: WeightReader, method: LinearMethod, parts: Sequence[LinearPart], *, bias: bool, dtype: torch.dtype
+    ) -> None:
+        self._weight = method.load(reader, parts)
+        self._bias: Tensor | None = None
+        if bias:
+            self._bias = torch.cat([reader.take(f"{part.name}.bias", (part.rows,)) for part in parts]).to(dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, columns] → [M, rows of all parts]."""
+        return self._weight.product(x, self._bias)
+
+
+class Embedding:
+    """Token ids → hidden states. With a tied head it reads the head's packed rows."""
+
+    def __init__(self, weight: Tensor | kernels.PackedLinear, dtype: torch.dtype) -> None:
+        self._weight = weight
+        self._dtype = dtype
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids int64 [M] → [M, hidden_size]."""
+        if isinstance(self._weight, Tensor):
+            return self._weight.index_select(0, ids).to(self._dtype)
+        return self._weight.rows(ids).to(self._dtype)
+
+
+class Head:
+    """Hidden states → logits, in float32 whatever the model's dtype."""
+
+    def __init__(self, weight: kernels.PackedLinear) -> None:
+        self._weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [B, hidden_size] → float32 [B, vocab_size]."""
+        return kernels.linear(x, self._weight, out_dtype=torch.float32)

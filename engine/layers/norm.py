@@ -1,0 +1,17 @@
+"""RMS norm with the residual sum before it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import kernels
+
+
+class RMSNorm:
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight = weight  # [hidden_size]
+        self._eps = eps
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [M, hidden_size] (+ residual) → (normed, x + residual)."""
+        return kernels.rms_norm(x, self._weight, self._eps, residual)

@@ -1,0 +1,29 @@
+"""Weights as they are: float32, bfloat16 or float16, one `weight` tensor a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import kernels
+from engine.loading.weights import WeightReader
+from engine.quant import LinearPart
+
+
+@dataclass(frozen=True, slots=True)
+class UnquantizedWeight:
+    packed: kernels.PackedLinear
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return kernels.linear(x, self.packed, bias)
+
+
+class Unquantized:
+    name = "unquantized"
+
+    def load(self, reader: WeightReader, parts: Sequence[LinearPart]) -> UnquantizedWeight:
+        weights = [reader.take(f"{part.name}.weight", (part.rows, part.columns)) for part in parts]
+        return UnquantizedWeight(kernels.pack_linear(weights[0] if len(weights) == 1 else torch.cat(weights)))

@@ -10,6 +10,7 @@ from protocol.version import VERSION
 
 #: Command, where its `main(argv) -> int` is, and what it does.
 COMMANDS = {
+    "serve": ("sluicegate_serve:main", "serve a model from this machine: an engine and a gateway, kept running"),
     "engine": ("engine.__main__:main", "load a model onto this machine's device and serve it to gateways"),
     "gateway": ("gateway.__main__:main", "speak OpenAI's HTTP and pass the work on to engines"),
     "bench": ("loadtest.__main__:main", "put load on a server that speaks OpenAI's HTTP and measure it"),

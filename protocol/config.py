@@ -76,6 +76,14 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sluicegate"
 
 
+def child_environ(secrets: Mapping[str, str]) -> dict[str, str]:
+    """Environment for a child whose settings travel by flags: ours without its SLUICEGATE_ variables.
+
+    `secrets` are the settings that do not travel by flags (`Settings.secrets`).
+    """
+    return {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)} | dict(secrets)
+
+
 class Settings(BaseModel):
     """Options that every program has, and how a program gets the values of its own."""
 

@@ -1,0 +1,105 @@
+"""What tests of several packages share: private addresses, our programs as processes, the leak check."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.processes import Engine, Process, Server, free_port
+
+#: Flags of an engine that needs no model.
+FAKE = ("--backend=fake",)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leaks_are_found_where_they_are_made() -> Iterator[None]:
+    """An unclosed socket or file warns when it is collected, and warnings are errors: collect here,
+    so that the error belongs to the module that leaks."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A private folder whose path leaves room for a socket's name (107 bytes in all)."""
+    folder = tempfile.mkdtemp(prefix="sg-")
+    yield Path(folder)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def ipc_address(short_dir: Path) -> str:
+    return f"ipc://{short_dir}/engine.sock"
+
+
+@pytest.fixture
+def _running() -> Iterator[list[Process]]:
+    """Processes of this test, ended in reverse order after it."""
+    processes: list[Process] = []
+    yield processes
+    for process in reversed(processes):
+        process.close()
+
+
+@pytest.fixture
+def start_engine(_running: list[Process], short_dir: Path, tmp_path: Path) -> Callable[..., Engine]:
+    """`start_engine(*flags, address=...)` runs `sluicegate engine`; by default the fake backend over ipc."""
+    numbers = itertools.count()
+
+    def start(*flags: str, address: str | None = None) -> Engine:
+        number = next(numbers)
+        where = address or f"ipc://{short_dir}/{number}.sock"
+        engine = Engine(where, flags or FAKE, tmp_path / f"engine-{number}.log")
+        _running.append(engine)
+        return engine
+
+    return start
+
+
+@pytest.fixture
+def start_gateway(_running: list[Process], tmp_path: Path) -> Callable[..., Server]:
+    """`start_gateway(address, *flags)` runs `sluicegate gateway` for the engines at the addresses given."""
+    numbers = itertools.count()
+
+    def start(*addresses: str, flags: tuple[str, ...] = (), port: int | None = None) -> Server:
+        command = ["gateway", *(f"--engine={address}" for address in addresses), *flags]
+        gateway = Server(command, port or free_port(), tmp_path / f"gateway-{next(numbers)}.log")
+        _running.append(gateway)
+        return gateway
+
+    return start
+
+
+@pytest.fixture
+def start_serve(_running: list[Process], tmp_path: Path) -> Callable[..., Server]:
+    """`start_serve(*flags)` runs `sluicegate serve`; by default with the fake backend."""
+    numbers = itertools.count()
+
+    def start(*flags: str, port: int | None = None, environ: Mapping[str, str] | None = None) -> Server:
+        log = tmp_path / f"serve-{next(numbers)}.log"
+        server = Server(["serve", *(flags or FAKE)], port or free_port(), log, environ=environ)
+        _running.append(server)
+        return server
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """Folder of the demo model. Absent, a test that needs it is skipped, under CI it fails."""
+    from protocol.config import default_cache_dir
+
+    folder = Path(os.environ.get("SLUICEGATE_CACHE_DIR") or default_cache_dir()) / "models/SmolLM2-135M-Instruct"
+    if not (folder / "config.json").exists():
+        reason = f"no demo model at {folder}; `sluicegate serve` gets it"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return folder

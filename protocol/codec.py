@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from protocol import messages as m
-from protocol.checks import Unfit, mapping, read
+from protocol.checks import U32_MAX, Unfit, mapping, read
 from protocol.headers import (
     DEFAULT_SAMPLING,
     ENGINE_BEAT_KEYS,
@@ -58,7 +58,15 @@ if sys.byteorder != "little":  # pragma: no cover - no such machine is supported
 
 
 class WireError(ValueError):
-    """A frame that does not follow the protocol; the text names kind and field."""
+    """A frame that does not follow the protocol; the text names kind and field.
+
+    `submit_handle` is the handle of a Submit that is wrong elsewhere, so that it can be refused
+    with a Finished; None for every other frame.
+    """
+
+    def __init__(self, text: str, submit_handle: int | None = None) -> None:
+        super().__init__(text)
+        self.submit_handle = submit_handle
 
 
 # --- encoding ------------------------------------------------------------------------------------
@@ -229,13 +237,20 @@ def _decode(frame: bytes | memoryview, decoders: dict[Kind, Callable[..., Any]])
     end = _PREFIX.size + header_bytes
     if end > len(view):
         raise WireError(f"{kind.name}: header of {header_bytes} bytes in a frame of {len(view)}")
+    header: Values = {}
     try:
         header = mapping(orjson.loads(view[_PREFIX.size : end]))
         return decoder(read(header, HEADERS[kind]), header, view[end:])
     except orjson.JSONDecodeError as error:
         raise WireError(f"{kind.name}: header is not JSON: {error}") from None
     except (Unfit, SamplingError) as error:
-        raise WireError(f"{kind.name}: {error}") from None
+        raise WireError(f"{kind.name}: {error}", _submit_handle(kind, header)) from None
+
+
+def _submit_handle(kind: Kind, header: Values) -> int | None:
+    """The handle of a Submit, if that is right."""
+    handle = header.get("handle") if kind is Kind.SUBMIT else None
+    return handle if type(handle) is int and 0 <= handle <= U32_MAX else None
 
 
 def _columns(body: memoryview, shapes: Sequence[tuple[str, int]]) -> list[Any]:

@@ -67,7 +67,9 @@ class EngineConfig(Settings):
         0, ge=0, description="fake backend: average tokens before it says end-of-sequence; 0 is never."
     )
     fake_load_s: float = Field(0.0, ge=0, description="fake backend: time to load.")
-    fake_step_log: Path | None = Field(None, description="fake backend: file for the time of each step, one JSON a line.")
+    fake_step_log: Path | None = Field(
+        None, description="fake backend: file for the times of its steps, as JSON lines."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

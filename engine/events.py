@@ -7,6 +7,7 @@ gets at most one Step for it.
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from engine.request import Request
@@ -41,6 +42,9 @@ class Ended:
 
 Event = Entered | Sampled | Ended
 
+#: A message and the account number of the gateway it is for.
+Delivery = tuple[int, Admitted | Step | Finished]
+
 
 @dataclass(slots=True)
 class _Mail:
@@ -49,18 +53,18 @@ class _Mail:
     finished: list[Finished] = field(default_factory=list)
 
 
-def to_messages(step: int, events: list[Event], logprobs: Logprobs | None) -> list[tuple[int, Admitted | Step | Finished]]:
-    """(owner, message) in the order to send: for each owner what began, one Step, what ended."""
-    mails: dict[int, _Mail] = {}
+def to_messages(step: int, events: list[Event], logprobs: Logprobs | None) -> list[Delivery]:
+    """Messages in the order to send: for each owner what began, one Step, what ended."""
+    mails: defaultdict[int, _Mail] = defaultdict(_Mail)
     for event in events:
         match event:
             case Sampled(request=request):
-                mails.setdefault(request.owner, _Mail()).sampled.append(event)
+                mails[request.owner].sampled.append(event)
             case Entered(owner=owner, message=message):
-                mails.setdefault(owner, _Mail()).admitted.append(message)
+                mails[owner].admitted.append(message)
             case Ended(owner=owner, message=finished):
-                mails.setdefault(owner, _Mail()).finished.append(finished)
-    messages: list[tuple[int, Admitted | Step | Finished]] = []
+                mails[owner].finished.append(finished)
+    messages: list[Delivery] = []
     for owner, mail in mails.items():
         messages += [(owner, admitted) for admitted in mail.admitted]
         if mail.sampled:

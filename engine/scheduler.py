@@ -142,7 +142,7 @@ class Scheduler:
         """End a request if it is live; one that has just ended needs nothing."""
         request = self._requests.get((owner, handle))
         if request is not None:
-                self._end(request, FinishReason.ABORT)
+            self._end(request, FinishReason.ABORT)
 
     def abort_owner(self, owner: int) -> None:
         """End all requests of a gateway that is gone."""

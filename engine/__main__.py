@@ -1,0 +1,173 @@
+"""Start-up of an engine process: settings, socket, model, step loop.
+
+    python -m engine --backend fake --listen ipc:///tmp/engine.sock
+
+The socket answers before the model is loaded, so that gateways see the phase and wait.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from engine import backends
+from engine.config import EngineConfig, Resolved, resolve
+from engine.core import EngineCore
+from engine.inbox import Inbox
+from engine.metrics import EngineMetrics, MetricsServer
+from engine.plan import Progress, Runner
+from engine.server import CurveKeys, ListenError, Server
+from engine.status import Status
+from protocol import logs
+from protocol.process import Parent
+
+log = logging.getLogger("engine")
+
+#: The I/O thread and the step loop share the interpreter; the default of 5 ms would be a step's length.
+SWITCH_INTERVAL_S = 2e-4
+
+#: Loading progress is logged this often.
+PROGRESS_S = 1.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run an engine until it is told to stop. 0 after a drain, 1 when it cannot start, 2 for wrong settings."""
+    config = EngineConfig.from_command_line(sys.argv[1:] if argv is None else argv, prog="sluicegate engine")
+    logs.configure(config.log_level, config.log_format)
+    parent = Parent.attach(config.parent_pipe)
+    log.info("engine_starting", extra={"pid": os.getpid(), "settings": config.describe()})
+    try:
+        runner = backends.create(config)
+        engine = Engine(config)
+    except (backends.UnknownBackend, ListenError) as error:
+        return _give_up(parent, str(error))
+    try:
+        resolved = engine.load(runner, parent)
+    except Exception as error:
+        log.debug("load_failed", exc_info=True)
+        engine.close()
+        return _give_up(parent, str(error) or type(error).__name__)
+    engine.run(runner, resolved, parent)
+    return 0
+
+
+def _give_up(parent: Parent, reason: str) -> int:
+    log.error("engine_failed", extra={"reason": reason})
+    parent.give_up(reason)
+    return 1
+
+
+class Engine:
+    """The parts of a running engine process, joined."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Binds the sockets. Raises ListenError."""
+        curve = None
+        if config.curve_secret_key_file and config.curve_allowed_keys_dir:
+            curve = CurveKeys.load(config.curve_secret_key_file, config.curve_allowed_keys_dir)
+        self._config = config
+        self._inbox = Inbox()
+        self._core: EngineCore | None = None
+        self._metrics: EngineMetrics | None = None
+        self._server = Server(
+            config.listen,
+            self._inbox,
+            status=self._status,
+            drain_timeout_s=config.drain_timeout,
+            curve=curve,
+            wakeup=_catch_signals(),
+        )
+        self._http: MetricsServer | None = None
+        if config.metrics_port is not None:
+            try:
+                self._http = MetricsServer(config.metrics_port, lambda: self._server.phase, self._exposition)
+            except OSError as error:
+                self._server.close()
+                raise ListenError(f"--metrics-port {config.metrics_port}: {error.strerror}.") from error
+            log.info("metrics_listening", extra={"port": self._http.port})
+        log.info("engine_listening", extra={"address": self._server.address})
+
+    def load(self, runner: Runner, parent: Parent) -> Resolved:
+        """Load the model in this thread. Raises what the backend raises."""
+        started = time.monotonic()
+        info = runner.load(_progress(parent))
+        resolved = resolve(self._config, info)
+        log.info(
+            "engine_loaded",
+            extra={
+                "seconds": round(time.monotonic() - started, 3),
+                "model": resolved.public_name,
+                "context_length": info.context_length,
+                "num_blocks": info.num_blocks,
+                "digest": info.digest,
+                "numerics": info.numerics,
+            },
+        )
+        return resolved
+
+    def run(self, runner: Runner, resolved: Resolved, parent: Parent) -> None:
+        """Serve until drained. Raises what the runner raises when its device is lost."""
+        self._metrics = EngineMetrics(resolved.public_name, resolved.info.num_blocks)
+        self._core = EngineCore(resolved, runner, self._inbox, self._server.deliver, self._metrics)
+        # What start-up made lives as long as the process: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._server.serve(resolved)
+        parent.ready()
+        log.info("engine_serving", extra={"address": self._server.address})
+        try:
+            self._core.run()
+        finally:
+            self.close()
+            runner.close()
+        log.info("engine_drained")
+
+    def close(self) -> None:
+        self._server.close()
+        if self._http is not None:
+            self._http.close()
+
+    def _status(self) -> Status:
+        return self._core.status if self._core is not None else Status()
+
+    def _exposition(self) -> bytes:
+        return self._metrics.exposition(self._status()) if self._metrics is not None else b""
+
+
+def _catch_signals() -> int:
+    """Turn SIGTERM and SIGINT into bytes for the I/O thread; the descriptor to read them from.
+
+    The C handler writes the byte whatever the main thread does, so a stop is heard during a long
+    step or while weights load.
+    """
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writer)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # under a supervisor SIGINT is ignored
+            signal.signal(number, lambda *_: None)
+    return reader
+
+
+def _progress(parent: Parent) -> Progress:
+    """Passes loading progress on to the supervisor, and to the log once a second."""
+    logged_at = 0.0
+
+    def progress(phase: str, done: int, total: int) -> None:
+        nonlocal logged_at
+        parent.progress(phase, done, total)
+        now = time.monotonic()
+        if now - logged_at >= PROGRESS_S:
+            logged_at = now
+            log.info("engine_loading", extra={"phase": phase, "done": done, "total": total})
+
+    return progress
+
+
+if __name__ == "__main__":
+    sys.exit(main())

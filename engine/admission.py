@@ -1,0 +1,74 @@
+"""Which Submits an engine cannot serve at all, and what it says of them.
+
+Pure functions of the Submit and the resolved settings; credit is `engine.accounts`' affair.
+"""
+
+from __future__ import annotations
+
+from engine.config import Resolved
+from protocol.messages import ErrorCode, Failure, Pooling, Submit
+from protocol.sampling import SamplingError
+
+
+def refusal(submit: Submit, resolved: Resolved) -> Failure | None:
+    """Why the engine refuses this Submit for good, None if it does not."""
+    return (
+        _unsupported(submit)
+        or _other_model(submit, resolved)
+        or _ids_outside(submit, resolved.info.vocab_size)
+        or _too_long(submit, resolved)
+    )
+
+
+def _unsupported(submit: Submit) -> Failure | None:
+    asked = {
+        "grammar": submit.grammar is not None,
+        "adapter": submit.adapter is not None,
+        "pooling": submit.pooling is not Pooling.NONE,
+        "prompt_logprobs_from": submit.prompt_logprobs_from >= 0,
+    }
+    names = ", ".join(name for name, wanted in asked.items() if wanted)
+    return Failure(ErrorCode.BAD_REQUEST, f"This engine does not support {names}.") if names else None
+
+
+def _other_model(submit: Submit, resolved: Resolved) -> Failure | None:
+    info = resolved.info
+    for code, name, expected, actual in (
+        (ErrorCode.DIGEST_MISMATCH, "digest", submit.expect_digest, info.digest),
+        (ErrorCode.NUMERICS_MISMATCH, "numerics", submit.expect_numerics, info.numerics),
+    ):
+        if expected and expected != actual:
+            return Failure(code, f"expect_{name} is {expected}; this engine's {name} is {actual}.")
+    return None
+
+
+def _ids_outside(submit: Submit, vocab_size: int) -> Failure | None:
+    for name, ids in (("prompt_ids", submit.prompt_ids), ("generated_ids", submit.generated_ids)):
+        if ids and max(ids) >= vocab_size:
+            text = f"{name}: token id {max(ids)} is outside the vocabulary of {vocab_size}."
+            return Failure(ErrorCode.BAD_REQUEST, text)
+    try:
+        submit.sampling.validate(vocab_size)
+    except SamplingError as error:
+        return Failure(ErrorCode.BAD_REQUEST, str(error))
+    return None
+
+
+def _too_long(submit: Submit, resolved: Resolved) -> Failure | None:
+    context, num_prompt = resolved.info.context_length, len(submit.prompt_ids)
+    max_tokens, num_generated = submit.sampling.max_tokens, len(submit.generated_ids)
+    if not num_prompt:
+        return Failure(ErrorCode.BAD_REQUEST, "prompt_ids must have at least 1 token, got 0.")
+    if num_prompt > context or (num_prompt == context and max_tokens):
+        text = f"prompt_ids has {num_prompt} tokens; with one to generate the context of {context} is too short."
+        return Failure(ErrorCode.TOO_LONG, text)
+    if num_generated > max_tokens or num_prompt + num_generated > context:
+        text = f"generated_ids has {num_generated} tokens; max_tokens is {max_tokens} and the context {context}."
+        return Failure(ErrorCode.BAD_REQUEST, text)
+    # The last token of all is never computed, so it takes no place in a block.
+    num_positions = min(num_prompt + max_tokens, context) - 1
+    capacity = resolved.info.num_blocks * resolved.info.block_size
+    if num_positions > capacity:
+        text = f"{num_prompt} prompt tokens and max_tokens {max_tokens} need KV for {num_positions} tokens; "
+        return Failure(ErrorCode.TOO_LONG, text + f"the pool holds {capacity} (--kv-cache-memory-bytes).")
+    return None

@@ -1,0 +1,115 @@
+"""The step loop: inbox → schedule → launch and collect → commit → outbox.
+
+Knows neither sockets nor tensors. One thread runs it; `status` may be read from any.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+from engine.config import Resolved
+from engine.events import Delivery, Entered, to_messages
+from engine.inbox import Aborted, Drain, Inbox, OwnerLost, Submitted
+from engine.metrics import EngineMetrics
+from engine.plan import Runner, StepPlan
+from engine.scheduler import Scheduler
+from engine.status import LongestStep, Status
+from protocol.messages import ErrorCode
+
+
+class EngineCore:
+    """Drives one runner. `deliver` takes the messages of a step, in order; it must not block."""
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        runner: Runner,
+        inbox: Inbox,
+        deliver: Callable[[list[Delivery]], None],
+        metrics: EngineMetrics,
+    ) -> None:
+        self.scheduler = Scheduler(resolved)
+        self.status = Status(free_blocks=resolved.info.num_blocks)
+        self._runner = runner
+        self._inbox = inbox
+        self._deliver = deliver
+        self._metrics = metrics
+        self._in_flight: deque[tuple[StepPlan, float]] = deque()  # with the time of launch
+        self._longest = LongestStep()
+        self._last_commit = 0.0
+        self._drain_deadline = math.inf
+        self._draining = False
+
+    def run(self) -> None:
+        """Step until drained. Raises what the runner raises: the device is lost."""
+        while not (self._draining and not self.scheduler.has_requests and not self._in_flight):
+            if not self.step():
+                self._inbox.wait()
+
+    def step(self) -> bool:
+        """One turn; False when there was nothing to do, and nothing will be before something arrives."""
+        now = time.monotonic()
+        arrived = self._drain_inbox(now)
+        self.scheduler.expire(now)
+        if now >= self._drain_deadline:
+            self.scheduler.fail_all(ErrorCode.DRAINING, "The engine shuts down.")
+        plan = self.scheduler.schedule(now) if len(self._in_flight) < self._runner.max_in_flight else None
+        if plan is not None:
+            self._in_flight.append((plan, now))
+            self._publish(now)
+            self._runner.launch(plan)
+        if self._in_flight and (plan is None or len(self._in_flight) == self._runner.max_in_flight):
+            self._collect()
+        elif events := self.scheduler.take_events():
+            self._deliver(to_messages(self.scheduler.num_steps, events, None))
+        busy = bool(self._in_flight) or plan is not None
+        assert busy or not self.scheduler.num_waiting, "requests wait, and nothing runs"
+        if arrived and not busy:
+            self._publish(now)
+        return busy
+
+    def _collect(self) -> None:
+        """Wait for the oldest step in flight and pass on what it made."""
+        result = self._runner.collect()
+        plan, launched = self._in_flight.popleft()
+        now = time.monotonic()
+        # With two in flight a step begins on the device when the one before is done.
+        self._longest.add(now, now - max(launched, self._last_commit))
+        self._metrics.observe_step(plan.num_tokens, now - launched)
+        self._last_commit = now
+        events = self.scheduler.commit(plan, result)
+        for event in events:
+            if isinstance(event, Entered):
+                self._metrics.observe_queue(event.message.queue_ms / 1000)
+        self._publish(now)
+        self._deliver(to_messages(plan.step, events, result.logprobs))
+
+    def _drain_inbox(self, now: float) -> bool:
+        arrivals = self._inbox.take()
+        for arrival in arrivals:
+            match arrival:
+                case Submitted(owner, submit):
+                    self.scheduler.add(owner, submit, now)
+                case Aborted(owner, handle):
+                    self.scheduler.abort(owner, handle)
+                case OwnerLost(owner):
+                    self.scheduler.abort_owner(owner)
+                case Drain(deadline):
+                    self._draining = True
+                    self._drain_deadline = deadline
+        return bool(arrivals)
+
+    def _publish(self, now: float) -> None:
+        scheduler = self.scheduler
+        self.status = Status(
+            step=scheduler.num_steps,
+            busy_since=max(self._in_flight[0][1], self._last_commit) if self._in_flight else None,
+            longest_step_s=self._longest.value(now),
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            free_blocks=scheduler.num_free_blocks,
+            totals=scheduler.counts.totals(),
+        )

@@ -1,0 +1,105 @@
+"""The engine's metrics, and the small HTTP server that shows them on `--metrics-port`.
+
+Counters and gauges are set from `Status` when somebody asks; only histograms are fed by the step
+loop.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from prometheus_client import CollectorRegistry
+
+from engine.status import Status
+from protocol import metrics
+from protocol.messages import Phase, Totals
+
+#: Row of `protocol.metrics` and the total it shows.
+_COUNTERS: tuple[tuple[str, Callable[[Totals], int]], ...] = (
+    ("prompt_tokens_total", lambda totals: totals.prompt),
+    ("generation_tokens_total", lambda totals: totals.generated),
+    ("prefix_cache_queries_total", lambda totals: totals.prefix_queries),
+    ("prefix_cache_hits_total", lambda totals: totals.prefix_hits),
+    ("num_preemptions_total", lambda totals: totals.preemptions),
+    ("num_aborts_total", lambda totals: totals.aborted),
+)
+
+
+class EngineMetrics:
+    """Instruments of one engine, labelled with the model's public name."""
+
+    def __init__(self, model_name: str, num_blocks: int) -> None:
+        self._registry = CollectorRegistry()
+        self._num_blocks = num_blocks
+        self._shown = Totals()
+        self._lock = threading.Lock()
+        instruments = metrics.build(metrics.Owner.ENGINE, self._registry)
+        self._counters = [(instruments.counter(name).labels(model_name), total) for name, total in _COUNTERS]
+        self._running = instruments.gauge("num_requests_running").labels(model_name)
+        self._waiting = instruments.gauge("num_requests_waiting").labels(model_name)
+        self._usage = instruments.gauge("kv_cache_usage_perc").labels(model_name)
+        self._queue = instruments.histogram("request_queue_time_seconds").labels(model_name)
+        self._tokens = instruments.histogram("iteration_tokens_total").labels(model_name)
+        self._duration = instruments.histogram("step_duration_seconds").labels(model_name)
+
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
+        self._tokens.observe(num_tokens)
+        self._duration.observe(seconds)
+
+    def observe_queue(self, seconds: float) -> None:
+        self._queue.observe(seconds)
+
+    def exposition(self, status: Status) -> bytes:
+        """Prometheus text of a moment. Any thread may ask."""
+        with self._lock:
+            for counter, total in self._counters:
+                counter.inc(total(status.totals) - total(self._shown))
+            self._shown = status.totals
+            self._running.set(status.running)
+            self._waiting.set(status.waiting)
+            self._usage.set(1 - status.free_blocks / self._num_blocks)
+            return metrics.exposition(self._registry)
+
+
+class MetricsServer:
+    """Answers `/metrics`, `/health` (the process lives) and `/ready` (it serves) on 127.0.0.1.
+
+    `phase` and `exposition` are called from the server's threads; `exposition` is b"" while loading.
+    """
+
+    def __init__(self, port: int, phase: Callable[[], Phase], exposition: Callable[[], bytes]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                match self.path:
+                    case "/metrics":
+                        self._answer(200, exposition(), metrics.CONTENT_TYPE)
+                    case "/health":
+                        self._answer(200, b"ok\n")
+                    case "/ready":
+                        current = phase()
+                        self._answer(200 if current is Phase.SERVING else 503, f"{current}\n".encode())
+                    case _:
+                        self._answer(404, b"/metrics, /health and /ready are here\n")
+
+            def _answer(self, status: int, body: bytes, content_type: str = "text/plain; charset=utf-8") -> None:
+                self.send_response(status)
+                self.send_header("Content-Type", content_type)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """A scrape is no event."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server.daemon_threads = True
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

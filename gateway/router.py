@@ -1,53 +1,274 @@
-"""Model name to the engines that serve it."""
+"""Model name to the engines that serve it, and the line of requests that wait for credit there."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from gateway import dealer
+from gateway.bundles import BundleCache
+from gateway.connection import Connection, LinkFault
+from gateway.dealer import AddressError, CurveKeys
+from gateway.engines import EngineLink, LinkSettings, LinkState
+from gateway.errors import ModelNotFound, Overloaded, Unavailable
 from protocol.messages import Serving
+from protocol.metrics import Instruments
+
+log = logging.getLogger(__name__)
+
+#: A bundle is some megabytes; an engine that takes longer than this is busy with worse.
+_BUNDLE_TIMEOUT_S = 30.0
+_MOVE_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """Times in seconds. `hang_timeout_s` None takes each engine's own figure."""
+    """`engines` are the addresses of all links there will be. The key files are needed off
+    loopback and ipc (`zmq.auth` certificates: this gateway's secret one, the engines' public one)."""
 
     engines: tuple[str, ...]
     cache_dir: Path
-    hang_timeout_s: float | None = None
-    credit_wait_s: float = 10.0
-    resume_timeout_s: float = 30.0
-    resume_attempts: int = 3
-    resume_inexact: bool = True
-    curve_secret_key_file: Path | None = None  # client keys, needed off loopback and ipc
-    curve_server_key: str = ""  # the engines' public key (Z85)
+    link: LinkSettings = field(default_factory=LinkSettings)
+    curve_secret_key_file: Path | None = None
+    curve_server_key_file: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A handle with its credit, on a connection that served when it was given."""
+
+    link: EngineLink
+    connection: Connection
+    serving: Serving
+    handle: int
+
+
+@dataclass(slots=True)
+class _Waiter:
+    num_prompt: int
+    near: EngineLink | None
+    seat: asyncio.Future[Seat]
+
+
+def stop_process() -> None:
+    """After a fault of our own: end, with what grace the server has, so that a new life can begin."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Router:
     """The fixed set of links, one for each engine address."""
 
-    def __init__(self, settings: RouterSettings) -> None: ...
+    def __init__(
+        self, settings: RouterSettings, instruments: Instruments, *, on_crash: Callable[[], None] = stop_process
+    ) -> None:
+        """Raises AddressError for an address that is none, or that needs CURVE keys and has none."""
+        if not settings.engines:
+            raise AddressError("no engine address; name at least one, such as --engine tcp://127.0.0.1:5557.")
+        self._settings = settings
+        self._keys = {address: _keys_for(address, settings) for address in settings.engines}
+        self._bundles = BundleCache(settings.cache_dir)
+        self._serving_gauge = instruments.gauge("engines_serving")
+        self._on_crash = on_crash
+        self._links: list[EngineLink] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._context: dealer.Context | None = None
+        self._lines: dict[str, deque[_Waiter]] = {}
+        self._known_models: set[str] = set()
+        self._moved_at = -float("inf")
+        self._num_serving = 0
+        self._watchers: list[Callable[[], None]] = []
 
     async def start(self) -> None:
-        """Open the links. Raises ValueError for an address that needs CURVE keys and has none."""
-        raise NotImplementedError
+        """Open the links."""
+        self._context = dealer.Context()
+        for address, keys in self._keys.items():
+            link = EngineLink(
+                address,
+                self._settings.link,
+                context=self._context,
+                keys=keys,
+                on_change=self._changed,
+                may_move=self._may_move,
+            )
+            self._links.append(link)
+            task = asyncio.create_task(link.run(), name=f"link {address}")
+            task.add_done_callback(self._link_ended)
+            self._tasks.append(task)
 
     async def close(self) -> None:
-        raise NotImplementedError
+        """Close the links; what still hangs on them is lost."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._context is not None:
+            self._context.term()
+
+    def _link_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("link_crashed", exc_info=error, extra={"task": task.get_name()})
+            self._on_crash()
+
+    # --- what is served --------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
         """Whether any engine serves."""
-        raise NotImplementedError
+        return any(link.serving is not None for link in self._links)
 
     def models(self) -> list[Serving]:
         """What is served now, one entry a name, sorted by name."""
-        raise NotImplementedError
+        by_name = {serving.model: serving for _, serving in self._offers()}
+        return [by_name[name] for name in sorted(by_name)]
 
     def serving(self, model: str) -> Serving:
         """Limits, defaults and bundle hash of a served name. Raises ModelNotFound or Unavailable."""
-        raise NotImplementedError
+        for _, serving in self._offers():
+            if serving.model == model:
+                return serving
+        names = ", ".join(s.model for s in self.models())
+        loading = any(link.state is LinkState.LOADING for link in self._links)
+        if model in self._known_models or loading or not names:
+            raise Unavailable(f"no engine serves the model {model!r} at the moment.")
+        raise ModelNotFound(f"the model {model!r} does not exist; this server has {names}.")
+
+    def _offers(self) -> Iterator[tuple[EngineLink, Serving]]:
+        for link in self._links:
+            if (serving := link.serving) is not None:
+                yield link, serving
 
     async def fetch_bundle(self, sha256: str) -> bytes:
         """The tokenizer bundle, verified: from the disk cache, else from an engine. Raises Unavailable."""
-        raise NotImplementedError
+        cached = await self._bundles.load(sha256)
+        if cached is not None:
+            return cached
+        for link, serving in list(self._offers()):
+            if serving.bundle != sha256 or link.connection is None:
+                continue
+            try:
+                async with asyncio.timeout(_BUNDLE_TIMEOUT_S):
+                    blob = await link.connection.fetch_bundle(sha256)
+            except (LinkFault, TimeoutError) as error:
+                log.warning("bundle_failed", extra={"engine": link.address, "reason": str(error) or "timeout"})
+                continue
+            if await self._bundles.store(sha256, blob):
+                return blob
+            log.error("bundle_damaged", extra={"engine": link.address, "sha256": sha256})
+        raise Unavailable("no engine could send the tokenizer of this model; try again.")
+
+    # --- seats -----------------------------------------------------------------------------------
+
+    async def acquire(
+        self, model: str, num_prompt: int, *, wait_s: float, patient: bool = False, near: EngineLink | None = None
+    ) -> Seat:
+        """A seat for new work, first come first served; at `near`, if it has credit.
+
+        Raises ModelNotFound or Unavailable where nothing serves, and Overloaded when no credit came
+        in `wait_s` seconds. The `patient` wait on while an engine serves, and for `wait_s` when none does.
+        """
+        if not patient:
+            self.serving(model)
+        line = self._lines.get(model)
+        if line is None:
+            if (seat := self._seat_with_credit(model, num_prompt, near)) is not None:
+                return seat
+            line = self._lines[model] = deque()
+        waiter = _Waiter(num_prompt, near, asyncio.get_running_loop().create_future())
+        line.append(waiter)
+        try:
+            while not waiter.seat.done():
+                await asyncio.wait([waiter.seat], timeout=wait_s)
+                if not waiter.seat.done():
+                    self.serving(model)
+                    if not patient:
+                        raise Overloaded(f"every engine that serves {model!r} is busy; no room came in {wait_s:g} s.")
+            return waiter.seat.result()
+        except BaseException:
+            self._give_up(waiter)
+            raise
+
+    def _give_up(self, waiter: _Waiter) -> None:
+        """Leave the line; a seat that came in the same moment goes to the next."""
+        if waiter.seat.done() and not waiter.seat.cancelled():
+            seat = waiter.seat.result()
+            seat.connection.release(seat.handle)
+        waiter.seat.cancel()
+        self._serve_lines()
+
+    def seat_for_resumed(self, fits: Callable[[Serving], bool], num_prompt: int) -> Seat | None:
+        """A seat for work that had begun elsewhere, which needs no credit, at the least busy engine."""
+        return _least_busy([offer for offer in self._offers() if fits(offer[1])], num_prompt)
+
+    def _seat_with_credit(self, model: str, num_prompt: int, near: EngineLink | None) -> Seat | None:
+        offers = [
+            (link, serving)
+            for link, serving in self._offers()
+            if serving.model == model and link.connection is not None and link.connection.credit.fits(num_prompt)
+        ]
+        return _least_busy([offer for offer in offers if offer[0] is near] or offers, num_prompt)
+
+    def _serve_lines(self) -> None:
+        """Give out the seats there are. Nobody is overtaken by who came later and needs less."""
+        for model, line in list(self._lines.items()):
+            while line:
+                waiter = line[0]
+                if not waiter.seat.done():
+                    seat = self._seat_with_credit(model, waiter.num_prompt, waiter.near)
+                    if seat is None:
+                        break
+                    waiter.seat.set_result(seat)
+                line.popleft()
+            if not line:
+                del self._lines[model]
+
+    # --- told by the links -----------------------------------------------------------------------
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever work may be placed that could not be placed before."""
+        self._watchers.append(callback)
+
+    def _changed(self) -> None:
+        num_serving = 0
+        for _, serving in self._offers():
+            num_serving += 1
+            self._known_models.add(serving.model)
+        if num_serving != self._num_serving:
+            self._num_serving = num_serving
+            self._serving_gauge.set(num_serving)
+        self._serve_lines()
+        for callback in self._watchers:
+            callback()
+
+    def _may_move(self) -> bool:
+        """At most one engine's streams are moved a second: if all stand still, the fault may be here."""
+        now = time.monotonic()
+        if now - self._moved_at < _MOVE_INTERVAL_S:
+            return False
+        self._moved_at = now
+        return True
+
+
+def _least_busy(offers: list[tuple[EngineLink, Serving]], num_prompt: int) -> Seat | None:
+    if not offers:
+        return None
+    link, serving = min(offers, key=lambda offer: offer[0].load)
+    connection = link.connection
+    assert connection is not None, "an engine that serves is connected"
+    return Seat(link, connection, serving, connection.reserve(num_prompt))
+
+
+def _keys_for(address: str, settings: RouterSettings) -> CurveKeys | None:
+    if not dealer.needs_keys(address):
+        return None
+    if settings.curve_secret_key_file is None or settings.curve_server_key_file is None:
+        raise AddressError(
+            f"engine address {address} leaves this machine, which takes CURVE keys: "
+            "give --curve-secret-key-file and --curve-server-key-file, or use ipc or a loopback address."
+        )
+    return CurveKeys.load(settings.curve_secret_key_file, settings.curve_server_key_file)

@@ -170,20 +170,20 @@ class Choice:
         if first > known:
             raise Gap(f"token {first} came where {known} was next")
         for at in range(known - first, len(ids)):
-            self._push(ids[at], rows, at)
-            if self.ended:
+            if self._push(ids[at], rows, at):
                 break
         if known < len(self.generated_ids):
             self._generation.post(self)
 
-    def _push(self, token: int, rows: Logprobs | None, at: int) -> None:
+    def _push(self, token: int, rows: Logprobs | None, at: int) -> bool:
+        """Whether this token completed a stop string."""
         self.generated_ids.append(token)
         if self._unread_rows is not None:
             if rows is None:
                 raise Gap(f"token {len(self.generated_ids) - 1} came without the logprobs that were asked")
             _append_row(self._unread_rows, rows, at)
         if self._is_stop(token) and not self.include_stop:
-            return  # its Finished follows
+            return False  # its Finished follows
         text, matched = self._matcher.push(
             self._decoder.push(token), armed=len(self.generated_ids) >= self.sampling.min_tokens
         )
@@ -192,6 +192,7 @@ class Choice:
         if matched is not None:
             self._end(FinishReason.STOP, matched)
             self._leave(AbortReason.STOP_STRING)
+        return matched is not None
 
     def finish(self, reason: FinishReason, stop_id: int | None) -> None:
         """The engine, or `verdict`, says that the last token was the last. STOP or LENGTH."""
@@ -302,10 +303,10 @@ class Generation:
         a choice failed, after the deltas that came before it; the other choices are then aborted.
         """
         while not self._mailbox:
-            if self._error is not None:
-                raise self._error
             if not self._num_unfinished:
                 return None
+            if self._error is not None:
+                raise self._error
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader

@@ -179,10 +179,10 @@ class Option:
 
 
 def options_of(settings: type[Settings]) -> tuple[Option, ...]:
-    """Options of a program, its own first, in the order of the class."""
-    shared = [name for name in settings.model_fields if name in Settings.model_fields]
-    own = [name for name in settings.model_fields if name not in Settings.model_fields]
-    return tuple(_option(name, settings.model_fields[name]) for name in own + shared if name not in settings.decided)
+    """Options of a program: the positional one, its others, those of every program."""
+    options = [_option(name, field) for name, field in settings.model_fields.items() if name not in settings.decided]
+    options.sort(key=lambda option: (not option.positional, option.name in Settings.model_fields))
+    return tuple(options)
 
 
 def markdown_table(settings: type[Settings]) -> str:

@@ -1,0 +1,207 @@
+"""`sluicegate serve`: an engine and a gateway on this machine, kept running by one supervisor.
+
+The only module that knows both sides; it is in neither package for that reason. The two are
+joined by a socket in a private folder, and a gateway is given its path and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import logging
+import shlex
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from tqdm import tqdm
+
+from engine.config import EngineConfig
+from engine.loading.demo import NAME as DEMO_MODEL
+from engine.loading.demo import ensure_demo_model
+from engine.loading.store import ModelError
+from gateway.config import GatewayConfig
+from protocol import logs
+from protocol.config import Positional, Settings, Shown, child_environ
+from protocol.process import Progress
+from protocol.supervisor import ChildFailed, Program, Supervisor
+
+log = logging.getLogger(__name__)
+
+_READY_POLL_S = 0.05
+_PROBE_TIMEOUT_S = 2.0
+_PROMPT = "Why is the sky blue?"
+
+#: Status of a process that SIGINT ended, as shells have it.
+_INTERRUPTED = 130
+
+
+class ServeConfig(EngineConfig, GatewayConfig):
+    """Serve a model from this machine: an engine and a gateway, kept running."""
+
+    # The two are joined inside this machine, so keys for the way between machines have no use.
+    decided: ClassVar[frozenset[str]] = frozenset(
+        {
+            "listen",
+            "engine",
+            "parent_pipe",
+            "curve_secret_key_file",
+            "curve_allowed_keys_dir",
+            "curve_server_key_file",
+        }
+    )
+
+    model: Annotated[str | None, Positional(), Shown("the demo model")] = Field(
+        None, description="Folder of the model (Hugging Face layout)."
+    )
+
+
+class PortUnavailable(Exception):
+    """The HTTP port cannot be had. The text says why and what to do."""
+
+
+class ProgressBar:
+    """Shows how far a start is: one bar, redrawn; nothing where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm | None = None
+        self._phase = ""
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        if self._bar is None or phase != self._phase:
+            self.close()
+            self._phase = phase
+            # `disable=None` means: where this is no terminal.
+            self._bar = tqdm(desc=phase, total=total or None, unit="B", unit_scale=True, leave=False, disable=None)
+        self._bar.n = done
+        self._bar.refresh()
+
+    def show(self, _program: str, step: Progress) -> None:
+        self(step.phase, step.done, step.total)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def main(argv: Sequence[str]) -> int:
+    config = ServeConfig.from_command_line(argv, prog="sluicegate serve")
+    logs.configure(config.log_level, config.log_format)
+    bar = ProgressBar()
+    try:
+        config = config.model_copy(update={"port": available_port(config.host, config.port)})
+        if config.model is None and config.backend == "torch_runner":
+            model = ensure_demo_model(config.cache_dir, bar)
+            name = config.served_model_name or DEMO_MODEL
+            config = config.model_copy(update={"model": str(model), "served_model_name": name})
+        return asyncio.run(serve(config, bar))
+    except (PortUnavailable, ModelError, ChildFailed) as error:
+        bar.close()
+        sys.stderr.write(f"sluicegate serve: {error}\n")
+        return 1
+    except KeyboardInterrupt:  # before the supervisor took SIGINT over
+        return _INTERRUPTED
+    finally:
+        bar.close()
+
+
+async def serve(config: ServeConfig, bar: ProgressBar) -> int:
+    """Run both programs until SIGINT or SIGTERM; the exit status. Raises ChildFailed."""
+    with tempfile.TemporaryDirectory(prefix="sluicegate-") as folder:  # mode 0700
+        supervisor = Supervisor(programs(config, Path(folder)), bar.show)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, supervisor.stop)
+
+        async def announce() -> None:
+            model = await served_model(config)
+            bar.close()
+            print(greeting(config, model), flush=True)
+
+        await supervisor.run(announce)
+        return _INTERRUPTED if supervisor.killed else 0
+
+
+def programs(config: ServeConfig, folder: Path) -> list[list[Program]]:
+    """Engines, then gateways: the order of starting, and the reverse of stopping."""
+    address = f"ipc://{folder}/engine.sock"
+    # Children write to the same terminal, so they take the supervisor's word for what it is.
+    style = "text" if sys.stderr.isatty() else "json"
+    told = {"listen": address, "engine": (address,)}
+    if config.log_format == "auto":
+        told["log_format"] = style
+    config = config.model_copy(update=told)
+    return [[_program("engine", config, EngineConfig)], [_program("gateway", config, GatewayConfig)]]
+
+
+def _program(name: str, config: ServeConfig, settings: type[Settings]) -> Program:
+    # `-P`: a folder called `engine` where the user happens to be is not ours.
+    argv = (sys.executable, "-P", "-m", "sluicegate", name, *config.to_argv(settings))
+    environ = child_environ(config.secrets(settings))
+    return Program(name, argv, environ)
+
+
+def available_port(host: str, port: int) -> int:
+    """`port`, or one that is free where it is 0. Raises PortUnavailable, before anything is loaded."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise PortUnavailable(
+            f"cannot listen on {host} port {port}: {error.strerror}. Choose another with --port or --host."
+        ) from error
+
+
+async def served_model(config: ServeConfig) -> str:
+    """Wait until the gateway serves the engine's model; returns the name that requests use."""
+    while True:
+        status, _ = await asyncio.to_thread(get, config, "/ready")
+        if status == http.HTTPStatus.OK:
+            status, body = await asyncio.to_thread(get, config, "/v1/models")
+            if status == http.HTTPStatus.OK:
+                return str(json.loads(body)["data"][0]["id"])
+        await asyncio.sleep(_READY_POLL_S)
+
+
+def get(config: ServeConfig, path: str) -> tuple[int, bytes]:
+    """Status and body of a GET to the gateway; status 0 where nobody answers."""
+    headers = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key.get_secret_value()}"}
+    connection = http.client.HTTPConnection(local_host(config), config.port, timeout=_PROBE_TIMEOUT_S)
+    try:
+        connection.request("GET", path, headers=headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
+
+
+def greeting(config: ServeConfig, model: str) -> str:
+    """The URL, and a line to paste that streams an answer."""
+    body = {"model": model, "stream": True, "messages": [{"role": "user", "content": _PROMPT}]}
+    words = ["curl", "-N", f"{url(config)}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    line = shlex.join([*words, "-d", json.dumps(body)])
+    if config.api_key is not None:
+        line += ' -H "Authorization: Bearer $SLUICEGATE_API_KEY"'
+    return f"\n{model} is served at {url(config)}/v1\n\n  {line}\n"
+
+
+def url(config: ServeConfig) -> str:
+    host = local_host(config)
+    return f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
+
+
+def local_host(config: ServeConfig) -> str:
+    """Where a client on this machine reaches the gateway."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)

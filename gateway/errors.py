@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import orjson
+from starlette.responses import Response
 
 from protocol.messages import ErrorCode, Failure
 
@@ -151,3 +152,10 @@ FAILURES: dict[ErrorCode, type[BadRequest] | type[Overloaded] | type[Unavailable
 def from_failure(failure: Failure) -> GatewayError:
     """The exception for an engine's error."""
     return FAILURES[failure.code](failure.text)
+
+
+def response(error: GatewayError) -> Response:
+    """The whole HTTP answer of an error."""
+    row = answer(error)
+    headers = {"Retry-After": str(row.retry_after_s)} if row.retry_after_s else None
+    return Response(body(error), row.status, headers, media_type="application/json")

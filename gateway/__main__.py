@@ -1,0 +1,74 @@
+"""Start-up of a gateway process: settings, links, HTTP server.
+
+python -m gateway --engine tcp://127.0.0.1:5557 --port 8000
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry
+
+from gateway import workers
+from gateway.app import Access, create_app
+from gateway.config import GatewayConfig
+from gateway.dealer import AddressError
+from gateway.measures import Measures
+from gateway.resume import Dispatcher
+from gateway.router import Router
+from gateway.server import Server, listen
+from gateway.service import Service
+from gateway.texts import Texts
+from protocol import logs, metrics
+from protocol.process import EXIT_UNUSABLE, Parent
+
+log = logging.getLogger("gateway")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a gateway until it is told to stop. 0 after a stop, 2 for settings it cannot run with."""
+    config = GatewayConfig.from_command_line(sys.argv[1:] if argv is None else argv, prog="sluicegate gateway")
+    logs.configure(config.log_level, config.log_format)
+    parent = Parent.attach(config.parent_pipe)
+    try:
+        if config.workers > 1 and config.workers_dir is None:
+            return workers.run(config, parent)
+        return serve(config, parent)
+    except (AddressError, OSError) as error:
+        log.error("gateway_failed", extra={"reason": str(error)})
+        parent.give_up(str(error))
+        return EXIT_UNUSABLE
+
+
+def serve(config: GatewayConfig, parent: Parent) -> int:
+    """Serve in this process. Raises AddressError for an engine's address, OSError for the HTTP one."""
+    registry = CollectorRegistry()
+    instruments = metrics.build(metrics.Owner.GATEWAY, registry)
+    router = Router(config.router_settings(), instruments)
+    dispatcher = Dispatcher(router, config.dispatch_settings(), instruments)
+    service = Service(router, dispatcher, Texts(router), Measures(instruments), config.allow_unknown_fields)
+    access = Access(
+        api_key=config.api_key.get_secret_value() if config.api_key is not None else "",
+        max_body_bytes=config.max_body_bytes or 0,
+    )
+    app = create_app(service, registry, access, config.workers_dir)
+    with listen(config.host, config.port, reuse_port=config.workers_dir is not None) as bound:
+        host, port = bound.getsockname()[:2]
+
+        def on_listening() -> None:
+            # What has been imported stays: the collector need not walk it at every full collection.
+            gc.collect()
+            gc.freeze()
+            log.info("gateway_listening", extra={"host": host, "port": port, "pid": os.getpid()})
+            parent.ready()
+
+        Server(app, dispatcher, grace_s=config.shutdown_grace, on_listening=on_listening).run([bound])
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,161 @@
+"""A typed request to a `GenerationRequest`: everything that depends on the model.
+
+Renders and encodes prompts, fills in the model's generation defaults, resolves max_tokens
+against the context, and checks ids and limits, so that an engine refuses nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.detokenizer import Detokenizer
+from gateway.errors import BadRequest, ContextLengthExceeded
+from gateway.schemas import ChatRequest, CompletionRequest, Options
+from gateway.stream import GenerationRequest, TextDecoder
+from gateway.texts import ModelText
+from protocol.messages import Serving, u32
+from protocol.sampling import SamplingError, SamplingParams
+
+#: What OpenAI's legacy route generates when nothing is said.
+COMPLETION_MAX_TOKENS = 16
+
+#: Fields of generation_config.json that hold where the request says nothing.
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Who asks: what of an HTTP call goes with its generation."""
+
+    request_id: str
+    traceparent: str
+
+
+async def prepare_chat(request: ChatRequest, serving: Serving, text: ModelText, call: Call) -> GenerationRequest:
+    """Raises BadRequest (ContextLengthExceeded among others) naming the field and the limits."""
+    rendered = await text.render(request)
+    prompt_ids = await text.tokenizer.encode(rendered, add_special_tokens=request.add_special_tokens)
+    return _generation(request.options, (prompt_ids,), "messages", None, serving, text, call)
+
+
+async def prepare_completion(
+    request: CompletionRequest, serving: Serving, text: ModelText, call: Call
+) -> GenerationRequest:
+    """As `prepare_chat`, for each of the prompts."""
+    prompts = []
+    for prompt in request.prompts:
+        if isinstance(prompt, str):
+            prompt = await text.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+        prompts.append(prompt)
+    return _generation(request.options, tuple(prompts), "prompt", COMPLETION_MAX_TOKENS, serving, text, call)
+
+
+def echoes(request: CompletionRequest, prompts: tuple[array[int], ...], text: ModelText) -> list[str]:
+    """What stands before the answers to each prompt: under echo its text, else nothing.
+
+    Of a prompt given as ids that ends inside a character, that character is left to the answer.
+    """
+    if not request.echo:
+        return [""] * len(prompts)
+    skip_special_tokens = request.options.skip_special_tokens
+    texts = []
+    for given, prompt_ids in zip(request.prompts, prompts, strict=True):
+        if isinstance(given, str):
+            texts.append(given)
+        else:
+            detokenizer = Detokenizer(text.tokenizer, u32(), skip_special_tokens)
+            texts.append("".join(map(detokenizer.push, prompt_ids)))
+    return texts
+
+
+def _generation(
+    options: Options,
+    prompts: tuple[array[int], ...],
+    field: str,
+    default_max_tokens: int | None,
+    serving: Serving,
+    text: ModelText,
+    call: Call,
+) -> GenerationRequest:
+    for prompt_ids in prompts:
+        _check_prompt(prompt_ids, field, serving)
+    max_tokens = _max_tokens(options, max(map(len, prompts)), default_max_tokens, field, serving)
+
+    def decoder(prompt_ids: array[int]) -> TextDecoder:
+        return Detokenizer(text.tokenizer, prompt_ids, options.skip_special_tokens)
+
+    return GenerationRequest(
+        request_id=call.request_id,
+        model=serving.model,
+        prompts=prompts,
+        sampling=_sampling(options, max_tokens, serving, text),
+        decoder=decoder,
+        n=options.n,
+        seed=options.seed,
+        stop=options.stop,
+        include_stop=options.include_stop,
+        stream=options.stream,
+        priority=options.priority,
+        salt=options.cache_salt,
+        traceparent=call.traceparent,
+    )
+
+
+def _check_prompt(prompt_ids: array[int], field: str, serving: Serving) -> None:
+    if not prompt_ids:
+        raise BadRequest(
+            f"{field}: the prompt is empty and this model has no token to begin with; give some text.", field
+        )
+    if (highest := max(prompt_ids)) >= serving.vocab_size:
+        raise BadRequest(f"{field}: token id {highest} is outside the vocabulary of {serving.vocab_size}.", field)
+
+
+def _max_tokens(options: Options, num_prompt: int, default: int | None, field: str, serving: Serving) -> int:
+    """The limit of every choice; prompts of a list share it, so the longest decides."""
+    context = serving.context_length
+    room = context - num_prompt
+    asked = options.max_tokens
+    if asked is not None and asked <= room:
+        return asked
+    if asked is None and room > 0:
+        return room if default is None else min(default, room)
+    if room <= 0:
+        # A full context leaves no room for even one token.
+        raise ContextLengthExceeded(
+            f"This model's context length is {context} tokens; the prompt has {num_prompt} tokens"
+            + (f" and {options.max_tokens_name} is {asked}" if asked is not None else "")
+            + f". Shorten the prompt to at most {context - 1} tokens.",
+            field,
+        )
+    raise ContextLengthExceeded(
+        f"This model's context length is {context} tokens; the prompt has {num_prompt} tokens and "
+        f"{options.max_tokens_name} is {asked}, together {num_prompt + (asked or 0)}. "
+        f"Shorten the prompt or lower {options.max_tokens_name} to at most {room}.",
+        field,
+    )
+
+
+def _sampling(options: Options, max_tokens: int, serving: Serving, text: ModelText) -> SamplingParams:
+    defaults = {
+        name: value
+        for name in _DEFAULTED
+        if isinstance(value := serving.generation_defaults.get(name), int | float) and not isinstance(value, bool)
+    }
+    # Any: `validate` checks the type of each.
+    fields: dict[str, Any] = {**defaults, **options.sampling, "max_tokens": max_tokens, "logprobs": options.logprobs}
+    # A stop string that is one special token is found by the engine, a step or two sooner.
+    stop_ids = [token for stop in options.stop if (token := text.tokenizer.special_id(stop)) is not None]
+    fields["stop_token_ids"] = tuple(dict.fromkeys([*fields.get("stop_token_ids", ()), *stop_ids]))
+    sampling = SamplingParams(**fields)
+    try:
+        sampling.validate(serving.vocab_size)
+    except SamplingError as error:
+        name = options.max_tokens_name if error.field == "max_tokens" else error.field
+        raise BadRequest(str(error), name) from None
+    if sampling.logprobs is not None and sampling.logprobs > serving.max_logprobs:
+        raise BadRequest(
+            f"At most {serving.max_logprobs} logprobs a token are offered, got {sampling.logprobs}.", "logprobs"
+        )
+    return sampling

@@ -1,0 +1,26 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.answering import answer
+from gateway.preparation import prepare_chat
+from gateway.replies import ChatReply, Reply
+from gateway.schemas import parse_chat, parse_json
+from gateway.service import call, service
+from gateway.stream import Generation
+
+
+async def create_chat_completion(request: Request) -> Response:
+    shared = service(request)
+    chat = parse_chat(parse_json(await request.body()), allow_unknown=shared.allow_unknown_fields)
+    serving = shared.serving(chat.options.model)
+    text = await shared.texts.get(serving)
+    prepared = await prepare_chat(chat, serving, text, call(request))
+
+    def reply(generation: Generation) -> Reply:
+        return ChatReply(chat.options, generation, prepared.model, serving.numerics, text.tokenizer)
+
+    return await answer(request, prepared, reply)

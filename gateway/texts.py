@@ -1,0 +1,90 @@
+"""The text side of a model, tokenizer and chat template, loaded once for each bundle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gateway.errors import Unavailable
+from gateway.router import Router
+from gateway.schemas import ChatRequest
+from gateway.templates import ChatTemplate, Message
+from gateway.tokenizer import INLINE_BYTES, Tokenizer
+from protocol import bundle
+from protocol.messages import Serving
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """What turns a model's text into ids and back."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, str]) -> ModelText:
+        """From a bundle's files. Raises BundleError when they are unfit."""
+        tokenizer = Tokenizer(files)
+        return cls(tokenizer, ChatTemplate(files, tokenizer.config, tokenizer.special_tokens))
+
+    async def render(self, request: ChatRequest) -> str:
+        """The text of a chat's prompt. Raises BadRequest when the template refuses it."""
+        if _num_chars(request.messages) <= INLINE_BYTES:
+            return self._render(request)
+        return await asyncio.to_thread(self._render, request)
+
+    def _render(self, request: ChatRequest) -> str:
+        messages: Sequence[Message] = request.messages
+        if not self.template.knows_developer:
+            messages = [
+                {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
+            ]
+        return self.template.render(
+            messages,
+            tools=request.tools,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            variables=request.template_variables,
+        )
+
+
+def _num_chars(messages: Sequence[Message]) -> int:
+    return sum(len(content) for message in messages if isinstance(content := message.get("content"), str))
+
+
+class Texts:
+    """Loads bundles through the router, each once however many requests wait for it."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._loads: dict[str, asyncio.Task[ModelText]] = {}
+
+    async def get(self, serving: Serving) -> ModelText:
+        """The text side of a served model. Raises Unavailable when its bundle is not to be had."""
+        load = self._loads.get(serving.bundle)
+        if load is None or (load.done() and (load.cancelled() or load.exception() is not None)):
+            # The bundles of models that are gone would stay for ever.
+            served = {model.bundle for model in self._router.models()}
+            self._loads = {sha256: task for sha256, task in self._loads.items() if sha256 in served}
+            load = asyncio.create_task(self._load(serving.bundle), name=f"load-bundle-{serving.bundle[:8]}")
+            self._loads[serving.bundle] = load
+        # A client that leaves must not end the load for the others.
+        return await asyncio.shield(load)
+
+    def loaded(self, serving: Serving) -> bool:
+        load = self._loads.get(serving.bundle)
+        return load is not None and load.done() and not load.cancelled() and load.exception() is None
+
+    async def close(self) -> None:
+        for load in self._loads.values():
+            load.cancel()
+        await asyncio.gather(*self._loads.values(), return_exceptions=True)
+        self._loads.clear()
+
+    async def _load(self, sha256: str) -> ModelText:
+        blob = await self._router.fetch_bundle(sha256)
+        try:
+            return await asyncio.to_thread(lambda: ModelText.from_files(bundle.unpack(blob)))
+        except bundle.BundleError as error:
+            raise Unavailable(f"The model's tokenizer files are unfit: {error}") from error

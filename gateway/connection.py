@@ -69,7 +69,8 @@ class Receiver(Protocol):
 class _Stream:
     """What hangs on a handle. Without a receiver only the terminal frame is awaited."""
 
-    waiting_tokens: int  # prompt ids that count against the grant until the first token
+    credited: bool
+    waiting_tokens: int  # prompt ids that count against the grant until it is admitted
     receiver: Receiver | None = None
     logprobs: bool = False
 
@@ -84,7 +85,7 @@ class _Download:
 
 @dataclass(slots=True)
 class Credit:
-    """What the engine granted and what of it is in use. Resumed work uses it without asking."""
+    """What the engine granted and what of it is in use. Resumed work neither needs nor uses any."""
 
     granted_requests: int = 0
     granted_tokens: int = 0
@@ -110,7 +111,7 @@ class Connection:
         self._on_fault = on_fault
         self._streams: dict[int, _Stream] = {}
         self._free_handles: deque[int] = deque()
-        self._new_handles = count()
+        self._unused_handles = count()
         self._groups = count()
         self._beats = count()
         self._said_hello = False
@@ -126,8 +127,9 @@ class Connection:
         self.submitted_since_beat = 0
 
     @property
-    def carries_streams(self) -> bool:
-        return bool(self._streams)
+    def num_streams(self) -> int:
+        """Handles in use."""
+        return len(self._streams)
 
     # --- what a gateway says ---------------------------------------------------------------------
 
@@ -149,11 +151,18 @@ class Connection:
         self._said_hello = self._send_frame(encode(Hello(PROTOCOL, Role.GATEWAY, name, VERSION)))
 
     def reserve(self, num_prompt: int) -> int:
-        """A handle, and the credit of a Submit with `num_prompt` prompt ids. `submit` or `release` it."""
-        handle = self._free_handles.popleft() if self._free_handles else next(self._new_handles)
-        self._streams[handle] = _Stream(num_prompt)
+        """A handle with the credit of a Submit with `num_prompt` prompt ids. `submit` or `release` it."""
         self.credit.requests += 1
         self.credit.tokens += num_prompt
+        return self._new_handle(_Stream(credited=True, waiting_tokens=num_prompt))
+
+    def reserve_without_credit(self) -> int:
+        """A handle for a Submit that resumes."""
+        return self._new_handle(_Stream(credited=False, waiting_tokens=0))
+
+    def _new_handle(self, stream: _Stream) -> int:
+        handle = self._free_handles.popleft() if self._free_handles else next(self._unused_handles)
+        self._streams[handle] = stream
         return handle
 
     def release(self, handle: int) -> None:
@@ -225,9 +234,7 @@ class Connection:
             case Finished() as message:
                 self._on_finished(message)
             case Admitted() as message:
-                receiver = self._stream(message.handle).receiver
-                if receiver is not None:
-                    receiver.admitted(message.cached_tokens)
+                self._on_admitted(message)
             case EngineBeat() as beat:
                 self._on_beat(beat)
             case Welcome() as welcome:
@@ -250,16 +257,20 @@ class Connection:
         at = 0
         for handle, first, num_ids in zip(step.handles, step.firsts, step.counts, strict=True):
             stream = self._stream(handle)
-            if stream.waiting_tokens:
-                self.credit.tokens -= stream.waiting_tokens
-                stream.waiting_tokens = 0
-                self._on_change()
             end = at + num_ids
             if stream.receiver is not None:
                 rows = _rows(step.logprobs, at, end) if stream.logprobs and step.logprobs else None
                 stream.receiver.push(first, step.ids[at:end], rows)
             at = end
             yield
+
+    def _on_admitted(self, message: Admitted) -> None:
+        stream = self._stream(message.handle)
+        self.credit.tokens -= stream.waiting_tokens
+        stream.waiting_tokens = 0
+        self._on_change()
+        if stream.receiver is not None:
+            stream.receiver.admitted(message.cached_tokens)
 
     def _on_finished(self, message: Finished) -> None:
         stream = self._stream(message.handle)
@@ -275,7 +286,7 @@ class Connection:
     def _forget(self, handle: int, stream: _Stream) -> None:
         del self._streams[handle]
         self._free_handles.append(handle)
-        self.credit.requests -= 1
+        self.credit.requests -= stream.credited
         self.credit.tokens -= stream.waiting_tokens
         self._on_change()
 

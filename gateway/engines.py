@@ -68,6 +68,7 @@ class EngineLink:
         self._dealer: Dealer | None = None
         self._crash: asyncio.Future[None] | None = None
         self._pause_s = _FIRST_PAUSE_S
+        self._was_hung = False  # at the end of the connection before; holds until this one's first Beat
         self._open_at = 0.0
         self._ticked_at = 0.0
 
@@ -81,9 +82,8 @@ class EngineLink:
                 return LinkState.CONNECTING
             case Phase.DRAINING:
                 return LinkState.DRAINING
-            case Phase.SERVING if connection.serving is not None and connection.beat is not None:
-                hung = self._is_overdue(connection.serving, connection.beat)
-                return LinkState.HUNG if hung else LinkState.SERVING
+            case Phase.SERVING if connection.serving is not None:
+                return LinkState.HUNG if self._is_hung(connection.serving, connection.beat) else LinkState.SERVING
             case _:
                 return LinkState.LOADING
 
@@ -128,6 +128,7 @@ class EngineLink:
         connection = self.connection
         if connection is None:
             return
+        log.warning("link_lost", extra={"engine": self.address, "reason": reason, "streams": connection.num_streams})
         welcomed = connection.welcome is not None
         self._lose(reason)
         if welcomed:
@@ -144,9 +145,7 @@ class EngineLink:
             return
         self.connection = self._dealer = None
         dealer.close()
-        receivers = connection.close()
-        log.warning("link_lost", extra={"engine": self.address, "reason": reason, "streams": len(receivers)})
-        for receiver in receivers:
+        for receiver in connection.close():
             receiver.lost(reason)
         self._on_change()
 
@@ -177,19 +176,22 @@ class EngineLink:
             connection.heard_at = now  # this process stood still, so it heard nothing
         reason = self._complaint(connection, now)
         if reason is not None and self._may_move():
+            self._was_hung = True
             self._fail(reason)
 
     def _complaint(self, connection: Connection, now: float) -> str | None:
         """Why the engine counts as lost though its connection stands, if it does."""
         if now - connection.heard_at > self._settings.silence_s:
             return f"silent for {now - connection.heard_at:.1f} s"
-        if self.state is LinkState.HUNG and connection.carries_streams:
+        if self.state is LinkState.HUNG and connection.num_streams:
             assert connection.beat is not None
             return f"no step finished for {connection.beat.step_age_ms / 1000:.1f} s"
         return None
 
-    def _is_overdue(self, serving: Serving, beat: EngineBeat) -> bool:
+    def _is_hung(self, serving: Serving, beat: EngineBeat | None) -> bool:
         """The hung rule: work to do, and no step finished for too long."""
+        if beat is None:
+            return self._was_hung
         limit_ms = float(serving.hang_timeout_ms)
         if self._settings.hang_timeout_s is not None:
             limit_ms = min(limit_ms, self._settings.hang_timeout_s * 1000)
@@ -218,6 +220,7 @@ class EngineLink:
             self._fail(str(error))
 
     def disconnected(self) -> None:
+        self._was_hung = False
         self._fail("the connection was lost")
 
     def crashed(self, error: BaseException) -> None:

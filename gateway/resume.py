@@ -211,12 +211,12 @@ class Dispatcher:
 
     def _seat_elsewhere(self, placement: Placement, waited_s: float) -> Seat | None:
         """Equal numerics if possible; the same model where no token binds to them, or after the timeout."""
-        origin, num_prompt = placement.origin, len(placement.choice.prompt_ids)
+        origin = placement.origin
         assert origin is not None
-        seat = self._router.seat_for_resumed(lambda offer: offer.numerics == origin.numerics, num_prompt)
+        seat = self._router.seat_for_resumed(lambda offer: offer.numerics == origin.numerics)
         late = waited_s >= self._settings.resume_timeout_s and self._settings.resume_inexact
         if seat is None and (late or not placement.choice.generated_ids):
-            seat = self._router.seat_for_resumed(lambda offer: offer.digest == origin.digest, num_prompt)
+            seat = self._router.seat_for_resumed(lambda offer: offer.digest == origin.digest)
         return seat
 
     # --- tasks -----------------------------------------------------------------------------------

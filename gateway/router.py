@@ -40,9 +40,13 @@ class RouterSettings:
     curve_server_key_file: Path | None = None
 
 
+#: An engine that serves, and what.
+Offer = tuple[EngineLink, Serving]
+
+
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A handle with its credit, on a connection that served when it was given."""
+    """A handle, with its credit where it takes some, on a connection that served when it was given."""
 
     link: EngineLink
     connection: Connection
@@ -138,7 +142,7 @@ class Router:
             raise Unavailable(f"no engine serves the model {model!r} at the moment.")
         raise ModelNotFound(f"the model {model!r} does not exist; this server has {names}.")
 
-    def _offers(self) -> Iterator[tuple[EngineLink, Serving]]:
+    def _offers(self) -> Iterator[Offer]:
         for link in self._links:
             if (serving := link.serving) is not None:
                 yield link, serving
@@ -201,9 +205,10 @@ class Router:
         waiter.seat.cancel()
         self._serve_lines()
 
-    def seat_for_resumed(self, fits: Callable[[Serving], bool], num_prompt: int) -> Seat | None:
+    def seat_for_resumed(self, fits: Callable[[Serving], bool]) -> Seat | None:
         """A seat for work that had begun elsewhere, which needs no credit, at the least busy engine."""
-        return _least_busy([offer for offer in self._offers() if fits(offer[1])], num_prompt)
+        offers = [offer for offer in self._offers() if fits(offer[1])]
+        return _seat(_least_busy(offers), None) if offers else None
 
     def _seat_with_credit(self, model: str, num_prompt: int, near: EngineLink | None) -> Seat | None:
         offers = [
@@ -211,7 +216,8 @@ class Router:
             for link, serving in self._offers()
             if serving.model == model and link.connection is not None and link.connection.credit.fits(num_prompt)
         ]
-        return _least_busy([offer for offer in offers if offer[0] is near] or offers, num_prompt)
+        near_offers = [offer for offer in offers if offer[0] is near]
+        return _seat(_least_busy(near_offers or offers), num_prompt) if offers else None
 
     def _serve_lines(self) -> None:
         """Give out the seats there are. Nobody is overtaken by who came later and needs less."""
@@ -254,13 +260,17 @@ class Router:
         return True
 
 
-def _least_busy(offers: list[tuple[EngineLink, Serving]], num_prompt: int) -> Seat | None:
-    if not offers:
-        return None
-    link, serving = min(offers, key=lambda offer: offer[0].load)
+def _least_busy(offers: list[Offer]) -> Offer:
+    return min(offers, key=lambda offer: offer[0].load)
+
+
+def _seat(offer: Offer, credited_prompt: int | None) -> Seat:
+    """A handle there, with the credit of that many prompt ids, or without for None."""
+    link, serving = offer
     connection = link.connection
     assert connection is not None, "an engine that serves is connected"
-    return Seat(link, connection, serving, connection.reserve(num_prompt))
+    handle = connection.reserve_without_credit() if credited_prompt is None else connection.reserve(credited_prompt)
+    return Seat(link, connection, serving, handle)
 
 
 def _keys_for(address: str, settings: RouterSettings) -> CurveKeys | None:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.backend import native
+from kernels.cpu.library import DTYPES
+from kernels.kv_cache import kv_cache_shapes
 from kernels.reduce import tree_sum
 
 SPLIT = 256
@@ -50,8 +53,38 @@ def paged_attention(
     Keys and values of the queries themselves must have been written. `window` > 0 lets a query see
     that many positions, itself included; `soft_cap` > 0 makes scores soft_cap * tanh(score / soft_cap).
     num_heads must be a multiple of the pool's num_kv_heads. q may be a view with a row stride.
+    Raises IndexError when a query names a sequence, position or block that does not exist.
     """
-    return paged_attention_reference(q, k_cache, v_cache, batch, scale, window, soft_cap)
+    library = native()
+    if library is None:
+        return paged_attention_reference(q, k_cache, v_cache, batch, scale, window, soft_cap)
+    num_tokens, num_heads, head_dim = q.shape
+    num_blocks, num_kv_heads, _, block_size = k_cache.shape
+    tables, seq_index, positions = batch.block_tables, batch.seq_index, batch.positions
+    assert q.stride()[1:] == (head_dim, 1)
+    assert num_heads % num_kv_heads == 0
+    assert (k_cache.shape, v_cache.shape) == kv_cache_shapes(num_blocks, block_size, num_kv_heads, head_dim)
+    assert k_cache.dtype == v_cache.dtype
+    assert k_cache.is_contiguous()
+    assert v_cache.is_contiguous()
+    assert tables.dtype == seq_index.dtype == positions.dtype == torch.int32
+    assert tables.is_contiguous()
+    assert seq_index.shape == positions.shape == (num_tokens,)
+    assert seq_index.is_contiguous()
+    assert positions.is_contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype)
+    if not library.attention(
+        *(q.data_ptr(), q.stride(0), DTYPES[q.dtype], num_tokens, num_heads, head_dim),
+        *(k_cache.data_ptr(), v_cache.data_ptr(), DTYPES[k_cache.dtype]),
+        *(num_blocks, num_kv_heads, block_size, v_cache.shape[3]),
+        *(tables.data_ptr(), tables.shape[0], tables.shape[1], seq_index.data_ptr(), positions.data_ptr()),
+        *(scale, window, soft_cap, out.data_ptr()),
+    ):
+        raise IndexError(
+            f"a query names a sequence, position or block that does not exist "
+            f"({tables.shape[0]} sequences of {tables.shape[1]} blocks, of {num_blocks} with {block_size} positions)."
+        )
+    return out
 
 
 def paged_attention_reference(
@@ -81,9 +114,7 @@ class _Softmax:
 
     @classmethod
     def empty(cls, rows: int, heads: int, head_dim: int) -> _Softmax:
-        return cls(
-            torch.full((rows, heads), -torch.inf), torch.zeros(rows, heads), torch.zeros(rows, heads, head_dim)
-        )
+        return cls(torch.full((rows, heads), -torch.inf), torch.zeros(rows, heads), torch.zeros(rows, heads, head_dim))
 
     def add(self, top: Tensor, total: Tensor, out: Tensor) -> None:
         """Join what was computed for later keys, relative to its own largest score."""
@@ -96,9 +127,7 @@ class _Softmax:
         self.top = highest
 
 
-def _attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, window: int, soft_cap: float
-) -> Tensor:
+def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, window: int, soft_cap: float) -> Tensor:
     """float32 [M, H, head_dim] for scaled float32 queries."""
     rows, heads, head_dim = q.shape
     positions = batch.positions.long()

@@ -6,17 +6,36 @@ Owns that one choice, the number of threads and the name of the numerics. Operat
 from __future__ import annotations
 
 import enum
+import logging
 from pathlib import Path
+from threading import Lock
 
 import torch
 
+from kernels.cpu import build
+from kernels.cpu.library import Library
+
 #: Raised whenever an operator may change a bit of its result.
 NUMERICS = 1
+
+_log = logging.getLogger(__name__)
 
 
 class Implementation(enum.Enum):
     NATIVE = "native"
     REFERENCE = "reference"
+
+
+class _Choice:
+    """The implementation in force. One instance; `chosen` is None until `start` or a first use."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.chosen: Implementation | None = None
+        self.library: Library | None = None  # loaded once, kept when the choice changes
+
+
+_choice = _Choice()
 
 
 def start(implementation: Implementation | None = None, cache_dir: Path | None = None) -> Implementation:
@@ -27,21 +46,51 @@ def start(implementation: Implementation | None = None, cache_dir: Path | None =
     (default: `$XDG_CACHE_HOME/sluicegate/kernels`). Weights are packed for the implementation in
     force, so call this before packing; an operator used before any call starts with the defaults.
     """
-    return Implementation.REFERENCE
+    with _choice.lock:
+        if implementation is not Implementation.REFERENCE and _choice.library is None:
+            try:
+                library = Library(cache_dir or build.default_cache_dir())
+            except build.BuildError as error:
+                if implementation is Implementation.NATIVE:
+                    raise
+                _log.warning("CPU operators run as plain torch, several times slower: %s", error)
+            else:
+                library.set_num_threads(torch.get_num_threads())
+                _choice.library = library
+        loaded = implementation is not Implementation.REFERENCE and _choice.library is not None
+        _choice.chosen = Implementation.NATIVE if loaded else Implementation.REFERENCE
+        return _choice.chosen
+
+
+def native() -> Library | None:
+    """The native operators when they are in force, None when the references are."""
+    chosen = _choice.chosen or start()
+    return _choice.library if chosen is Implementation.NATIVE else None
 
 
 def numerics_name() -> str:
     """What decides the bits of results here: implementation, its number, flags. Part of the numerics hash."""
+    if native() is not None:
+        return f"native-{NUMERICS} {' '.join(build.FLAGS)}"
     capability = torch.backends.cpu.get_cpu_capability()
     return f"reference-{NUMERICS} torch-{torch.__version__} {capability}"
 
 
 def set_num_threads(count: int) -> None:
-    """Number of threads for all operators, the calling one included. Results do not depend on it."""
+    """Number of threads for all operators, the calling one included. Results do not depend on it.
+
+    The native operators have threads of their own: with them, leave torch at one thread, whose idle
+    ones wait by spinning.
+    """
     if count < 1:
-        raise ValueError(f"number of threads must be at least 1, got {count}.")
-    torch.set_num_threads(count)
+        raise ValueError(f"the number of threads must be at least 1, got {count}.")
+    library = native()
+    if library is None:
+        torch.set_num_threads(count)
+    else:
+        library.set_num_threads(count)
 
 
 def num_threads() -> int:
-    return torch.get_num_threads()
+    library = native()
+    return torch.get_num_threads() if library is None else library.num_threads()

@@ -7,8 +7,10 @@ block_size, head_dim], head_dim padded to a multiple of 16, for the same reason 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from kernels.backend import native
+from kernels.cpu.library import DTYPES
 
 LANES = 16
 
@@ -29,7 +31,24 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     A slot is block * block_size + offset. k and v may be views with a row stride. Slots must
     differ from each other. Raises IndexError for a slot outside the pool.
     """
-    write_kv_reference(k, v, k_cache, v_cache, slots)
+    library = native()
+    if library is None:
+        return write_kv_reference(k, v, k_cache, v_cache, slots)
+    num_blocks, num_kv_heads, head_dim, block_size = k_cache.shape
+    assert (k_cache.shape, v_cache.shape) == kv_cache_shapes(num_blocks, block_size, num_kv_heads, head_dim)
+    assert k_cache.dtype == v_cache.dtype
+    assert k_cache.is_contiguous()
+    assert v_cache.is_contiguous()
+    assert k.dtype == v.dtype
+    assert k.shape == v.shape == (slots.shape[0], num_kv_heads, head_dim)
+    assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
+    assert slots.is_contiguous()
+    if not library.write_kv(
+        *(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), DTYPES[k.dtype], slots.data_ptr(), slots.shape[0]),
+        *(k_cache.data_ptr(), v_cache.data_ptr(), DTYPES[k_cache.dtype]),
+        *(num_blocks, num_kv_heads, head_dim, block_size, v_cache.shape[3]),
+    ):
+        raise IndexError(f"slots must be in 0..{num_blocks * block_size - 1}, got {slots.min()}..{slots.max()}.")
 
 
 def write_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:

@@ -11,31 +11,54 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+from kernels.backend import native
+from kernels.cpu.library import DTYPES
+
+#: Output columns side by side in a panel of the native layout.
+PANEL = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
     """A weight [N, K] in the layout that `linear` reads. Opaque but for `shape`, `dtype`, `rows`."""
 
-    data: Tensor  # reference: float32 [N, K]
+    data: Tensor  # native: [ceil(N / 16), K, 16] in dtype; reference: float32 [N, K]
     shape: tuple[int, int]
     dtype: torch.dtype
 
+    @property
+    def in_panels(self) -> bool:
+        return self.data.dim() == 3
+
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` [M] of the weight, as [M, K] in its dtype: the embedding of a tied head."""
-        return self.data.index_select(0, ids.long()).to(self.dtype)
+        """Rows `ids` [M] of the weight, as [M, K] in its dtype: the embedding of a tied head.
+
+        Raises IndexError for an id outside the weight.
+        """
+        ids = ids.long()
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.shape[0]:
+            raise IndexError(f"ids must be in 0..{self.shape[0] - 1}, got {int(ids.min())}..{int(ids.max())}.")
+        if self.in_panels:
+            return self.data[ids // PANEL, :, ids % PANEL]
+        return self.data[ids].to(self.dtype)
 
 
 def pack_linear(weight: Tensor) -> PackedLinear:
     """Pack `weight` [N, K] (float32, bfloat16 or float16) for `linear`. It is copied, so drop the original."""
-    if weight.dim() != 2 or weight.dtype not in _FLOATS:
+    if weight.dim() != 2 or weight.dtype not in DTYPES:
         raise ValueError(
             f"a linear weight must be float32, bfloat16 or float16 of shape [out, in], "
             f"got {weight.dtype} {tuple(weight.shape)}."
         )
     num_out, num_in = weight.shape
-    return PackedLinear(weight.to(torch.float32).contiguous(), (num_out, num_in), weight.dtype)
+    if native() is None:
+        return PackedLinear(weight.to(torch.float32).contiguous(), (num_out, num_in), weight.dtype)
+    num_panels = -(-num_out // PANEL)
+    panels = weight.new_zeros(num_panels, num_in, PANEL)
+    whole = num_out // PANEL
+    panels[:whole] = weight[: whole * PANEL].view(whole, PANEL, num_in).transpose(1, 2)
+    panels[whole:, :, : num_out % PANEL] = weight[whole * PANEL :].t()
+    return PackedLinear(panels, (num_out, num_in), weight.dtype)
 
 
 def linear(
@@ -45,7 +68,23 @@ def linear(
 
     x may be a view with a row stride; its last dimension must be contiguous.
     """
-    return linear_reference(x, packed.data, bias).to(out_dtype or x.dtype)
+    num_out, num_in = packed.shape
+    if x.dim() != 2 or x.shape[1] != num_in:
+        raise ValueError(f"x must be [rows, {num_in}] for a weight {packed.shape}, got {tuple(x.shape)}.")
+    if not packed.in_panels:
+        return linear_reference(x, packed.data, bias).to(out_dtype or x.dtype)
+    library = native()
+    if library is None:
+        raise RuntimeError("the weight was packed for the native operators, which are no longer in force.")
+    assert x.stride(1) == 1
+    y = torch.empty(x.shape[0], num_out, dtype=out_dtype or x.dtype)
+    wide_bias = None if bias is None else bias.to(torch.float32).contiguous()
+    library.linear(
+        *(x.data_ptr(), DTYPES[x.dtype], x.stride(0), x.shape[0], num_in),
+        *(packed.data.data_ptr(), DTYPES[packed.dtype], None if wide_bias is None else wide_bias.data_ptr()),
+        *(num_out, y.data_ptr(), DTYPES[y.dtype]),
+    )
+    return y
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

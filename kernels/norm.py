@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.backend import native
+from kernels.cpu.library import DTYPES
 from kernels.reduce import tree_sum
 
 
@@ -12,9 +14,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     """Normalise x (+ residual) [M, H], scale by `weight` [H]: (normed, residual), both [M, H] in x.dtype.
 
     The answered residual is x + residual rounded to x.dtype, or x itself without one. As in
-    transformers' Llama: statistics in float32, rounded to x.dtype, then multiplied by the weight.
+    transformers' Llama: statistics in float32, rounded to x.dtype, then multiplied by the weight
+    (of x.dtype). x and residual may be views with a row stride.
     """
-    return rms_norm_reference(x, weight, eps, residual)
+    library = native()
+    if library is None:
+        return rms_norm_reference(x, weight, eps, residual)
+    num_rows, width = x.shape
+    assert x.stride(1) == 1
+    assert weight.dtype == x.dtype
+    assert weight.is_contiguous()
+    assert weight.shape == (width,)
+    assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1 and residual.dtype == x.dtype)
+    y = torch.empty(num_rows, width, dtype=x.dtype)
+    total = x if residual is None else torch.empty_like(y)
+    library.rms_norm(
+        *(x.data_ptr(), x.stride(0)),
+        *((None, 0) if residual is None else (residual.data_ptr(), residual.stride(0))),
+        *(weight.data_ptr(), eps, num_rows, width, total.data_ptr(), y.data_ptr(), DTYPES[x.dtype]),
+    )
+    return y, total
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.backend import native
+
 #: A temperature under this is greedy; nothing is divided by it.
 _GREEDY_BELOW = 1e-5
 
@@ -40,17 +42,66 @@ def sample(
     below 1 is no limit. `positions` is the index the sampled token will have in its whole sequence.
     -inf masks a token. A row that has a NaN or +inf, or no finite value, gets -1.
     """
-    return sample_reference(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    columns = (temperature, top_k, top_p, min_p, seeds, positions)
+    library = native()
+    if library is None:
+        return sample_reference(logits, *columns)
+    _check_columns(
+        logits, (torch.float32, torch.int64, torch.float32, torch.float32, torch.int64, torch.int64), columns
+    )
+    ids = torch.empty(logits.shape[0], dtype=torch.int64)
+    library.sample(
+        logits.data_ptr(), logits.shape[0], logits.shape[1], *(c.data_ptr() for c in columns), ids.data_ptr()
+    )
+    return ids
 
 
 def logprobs(logits: Tensor, ids: Tensor, k: int) -> TokenLogprobs:
     """Log-softmax of float32 `logits` [B, V] at `ids` int64 [B], rank of those, and the k (>= 0) most likely."""
-    return logprobs_reference(logits, ids, k)
+    num_rows, vocab_size = logits.shape
+    if not 0 <= k <= vocab_size:
+        raise ValueError(f"k must be between 0 and the vocabulary size {vocab_size}, got {k}.")
+    library = native()
+    if library is None:
+        return logprobs_reference(logits, ids, k)
+    _check_columns(logits, (torch.int64,), (ids,))
+    if num_rows and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise IndexError(f"ids must be in 0..{vocab_size - 1}, got {int(ids.min())}..{int(ids.max())}.")
+    found = TokenLogprobs(
+        own=torch.empty(num_rows),
+        rank=torch.empty(num_rows, dtype=torch.int64),
+        top_ids=torch.empty(num_rows, k, dtype=torch.int64),
+        top=torch.empty(num_rows, k),
+    )
+    library.logprobs(
+        *(logits.data_ptr(), num_rows, vocab_size, ids.data_ptr(), k),
+        *(found.own.data_ptr(), found.rank.data_ptr(), found.top_ids.data_ptr(), found.top.data_ptr()),
+    )
+    return found
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Gumbel noise for int64 `seeds`, `positions` [B] and every token id: float32 [B, vocab_size]."""
-    return gumbel_noise_reference(seeds, positions, vocab_size)
+    library = native()
+    if library is None:
+        return gumbel_noise_reference(seeds, positions, vocab_size)
+    assert seeds.dtype == positions.dtype == torch.int64
+    assert seeds.shape == positions.shape
+    noise = torch.empty(seeds.shape[0], vocab_size)
+    library.gumbel_noise(
+        *(seeds.contiguous().data_ptr(), positions.contiguous().data_ptr(), seeds.shape[0], vocab_size),
+        noise.data_ptr(),
+    )
+    return noise
+
+
+def _check_columns(logits: Tensor, dtypes: tuple[torch.dtype, ...], columns: tuple[Tensor, ...]) -> None:
+    assert logits.dtype == torch.float32
+    assert logits.is_contiguous()
+    for column, dtype in zip(columns, dtypes, strict=True):
+        assert column.dtype == dtype
+        assert column.is_contiguous()
+        assert column.shape == (logits.shape[0],)
 
 
 def sample_reference(
@@ -79,7 +130,7 @@ def _filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
     limit = torch.where(top_k < 1, scaled.shape[1], top_k).unsqueeze(1)
     weights = torch.exp(ordered - ordered[:, :1]).masked_fill(places >= limit, 0.0)
     running = torch.cumsum(weights.to(torch.float64), dim=1)  # in order along a row
-    before = running - weights
+    before = torch.nn.functional.pad(running[:, :-1], (1, 0))
     unlimited = (top_p >= 1.0).unsqueeze(1)
     keep = unlimited | (before < top_p.to(torch.float64).unsqueeze(1) * running[:, -1:])
     keep &= (places < limit) & (weights >= min_p.unsqueeze(1))

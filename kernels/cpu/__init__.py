@@ -1,0 +1,1 @@
+"""Native CPU operators: C++ sources, their build, their C interface."""

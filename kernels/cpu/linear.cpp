@@ -1,0 +1,138 @@
+// y = x W^T + b for weights packed in panels of 16 output columns: [ceil(N / 16)][K][16], padded with zeros.
+//
+// A weight is read once for each row tile, straight from memory for the first and from cache after it,
+// and widened in registers. Cutting K into cache blocks did not pay here (K up to 1536, measured).
+#include <algorithm>
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "pool.h"
+#include "tile.h"
+
+namespace sluicegate {
+namespace {
+
+struct Output {
+    void* y;
+    Dtype dtype;
+    const float* bias;  // null for none
+    int64_t columns;    // N, also the row stride of y
+};
+
+template <class T>
+void store_columns(T* y, const vf (&acc)[PARTS], int64_t columns) {
+    for (int part = 0; part < PARTS && columns > 0; part++, columns -= LANES) {
+        if (columns >= LANES) store(y + part * LANES, acc[part]);
+        else store_first(y + part * LANES, acc[part], columns);
+    }
+}
+
+// One row's 16 columns of one panel: bias, rounding, store.
+void finish(const Output& out, int64_t row, int64_t panel, vf* acc) {
+    const int64_t first = panel * GROUP, columns = std::min<int64_t>(GROUP, out.columns - first);
+    vf result[PARTS];
+    for (int part = 0; part < PARTS; part++) result[part] = acc[part];
+    if (out.bias) {
+        for (int part = 0; part < PARTS; part++) {
+            const int64_t left = std::clamp<int64_t>(columns - part * LANES, 0, LANES);
+            result[part] += load_first(out.bias + first + part * LANES, left);
+        }
+    }
+    const int64_t at = row * out.columns + first;
+    with_type(out.dtype, [&](auto type) { store_columns(static_cast<decltype(type)*>(out.y) + at, result, columns); });
+}
+
+template <int ROWS, int PANELS, class T>
+void tile(const float* x, int64_t depth, const T* weight, int64_t row, int64_t panel, const Output& out) {
+    const T* panels[PANELS];
+    for (int p = 0; p < PANELS; p++) panels[p] = weight + (panel + p) * depth * GROUP;
+    vf acc[ROWS][PANELS * PARTS] = {};
+    multiply<ROWS, PANELS, T>(x + row * depth, depth, panels, GROUP, depth, acc);
+    for (int r = 0; r < ROWS; r++)
+        for (int p = 0; p < PANELS; p++) finish(out, row + r, panel + p, acc[r] + p * PARTS);
+}
+
+template <int ROWS, class T>
+void tiles_of(const float* x, int64_t depth, const T* weight, int64_t row, int64_t panel, int64_t end,
+              const Output& out) {
+    constexpr int AT_ONCE = panels_of(ROWS);
+    for (; panel + AT_ONCE <= end; panel += AT_ONCE) tile<ROWS, AT_ONCE, T>(x, depth, weight, row, panel, out);
+    if constexpr (AT_ONCE > 1)
+        for (; panel < end; panel++) tile<ROWS, 1, T>(x, depth, weight, row, panel, out);
+}
+
+template <class T>
+using TilesOf = void (*)(const float*, int64_t, const T*, int64_t, int64_t, int64_t, const Output&);
+
+template <class T, int... ROWS>
+constexpr std::array<TilesOf<T>, sizeof...(ROWS)> tiles_table(std::integer_sequence<int, ROWS...>) {
+    return {tiles_of<ROWS + 1, T>...};
+}
+
+// Rows of x that stay in the second-level cache while the panels of a task pass over them.
+int64_t rows_at_once(int64_t depth) {
+    const int64_t rows = (int64_t)(256 * 1024 / sizeof(float)) / depth / MAX_ROWS * MAX_ROWS;
+    return std::max<int64_t>(rows, 4 * MAX_ROWS);
+}
+
+template <class T>
+void product(const float* x, int64_t num_rows, int64_t depth, const T* weight, const Output& out) {
+    static constexpr auto table = tiles_table<T>(std::make_integer_sequence<int, MAX_ROWS>());
+    const int64_t num_panels = (out.columns + GROUP - 1) / GROUP;
+    const int64_t block = rows_at_once(depth);
+    // Some 8 tasks a thread, so that one thread held up does not hold up the call; whole tiles each.
+    constexpr int64_t LEAST = panels_of(1);
+    const int64_t share = num_panels / (8 * num_threads()) / LEAST * LEAST;
+    parallel_ranges(num_panels, std::clamp<int64_t>(share, LEAST, 64), [&](int64_t begin, int64_t end) {
+        for (int64_t from = 0; from < num_rows; from += block) {
+            const int64_t rows = std::min(block, num_rows - from);
+            const int64_t num_tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
+            const int step = panels_of((int)(rows / num_tiles));
+            for (int64_t panel = begin; panel < end; panel += step) {
+                const int64_t stop = std::min(panel + step, end);
+                // Tiles of almost equal height: 8 rows as 4 + 4 keep the units busier than 6 + 2.
+                for (int64_t t = 0; t < num_tiles; t++) {
+                    const int64_t row = rows * t / num_tiles, next = rows * (t + 1) / num_tiles;
+                    table[next - row - 1](x, depth, weight, from + row, panel, stop, out);
+                }
+            }
+        }
+    });
+}
+
+template <class T>
+void widen_rows(const T* x, int64_t num_rows, int64_t stride, int64_t depth, float* wide) {
+    parallel_ranges(num_rows, 16, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            const T* from = x + row * stride;
+            float* to = wide + row * depth;
+            int64_t i = 0;
+            for (; i + LANES <= depth; i += LANES) store(to + i, load(from + i));
+            for (; i < depth; i++) to[i] = widen(from[i]);
+        }
+    });
+}
+
+}  // namespace
+
+// x [M, K] with a row stride; bias float32 [N] or null; y [M, N] contiguous.
+extern "C" void sluicegate_linear(const void* x, Dtype x_dtype, int64_t x_stride, int64_t num_rows, int64_t depth,
+                                  const void* weight, Dtype weight_dtype, const float* bias, int64_t columns, void* y,
+                                  Dtype y_dtype) {
+    thread_local std::vector<float> wide;
+    const float* rows = static_cast<const float*>(x);
+    if (x_dtype != FLOAT32 || x_stride != depth) {
+        if (wide.size() < (size_t)(num_rows * depth)) wide.resize(num_rows * depth);
+        with_type(x_dtype, [&](auto type) {
+            widen_rows(static_cast<const decltype(type)*>(x), num_rows, x_stride, depth, wide.data());
+        });
+        rows = wide.data();
+    }
+    const Output out{y, y_dtype, bias, columns};
+    with_type(weight_dtype, [&](auto type) {
+        product(rows, num_rows, depth, static_cast<const decltype(type)*>(weight), out);
+    });
+}
+
+}  // namespace sluicegate

@@ -61,11 +61,12 @@ class EngineCore:
             self._in_flight.append((plan, now))
             self._publish(now)
             self._runner.launch(plan)
-        if self._in_flight and (plan is None or len(self._in_flight) == self._runner.max_in_flight):
+        # What a commit frees may let others enter, so a turn that collects is never the last.
+        busy = bool(self._in_flight)
+        if busy and (plan is None or len(self._in_flight) == self._runner.max_in_flight):
             self._collect()
         elif events := self.scheduler.take_events():
             self._deliver(to_messages(self.scheduler.num_steps, events, None))
-        busy = bool(self._in_flight) or plan is not None
         assert busy or not self.scheduler.num_waiting, "requests wait, and nothing runs"
         if arrived and not busy:
             self._publish(now)

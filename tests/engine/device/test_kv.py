@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.device import kv
+from engine.loading.store import ModelError
+from engine.models.spec import ModelSpec
+
+SPEC = ModelSpec(
+    vocab_size=100,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_positions=512,
+    norm_eps=1e-5,
+    rope_theta=1e4,
+    tied_head=True,
+    qkv_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    dtype=None,
+)
+BLOCK_BYTES = 3 * 2 * 2 * 16 * 16 * 2  # layers, K and V, heads, head_dim, positions, bfloat16
+
+
+def test_pool_fills_the_memory() -> None:
+    memory = 100 * BLOCK_BYTES + 5
+    layout = kv.plan_kv(SPEC, block_size=16, dtype=torch.bfloat16, memory_bytes=memory, context_length=512)
+    caches = layout.allocate()
+    assert layout.num_blocks == 100
+    assert sum(cache.keys.nbytes + cache.values.nbytes for cache in caches) == 100 * BLOCK_BYTES
+    assert {cache.keys.dtype for cache in caches} == {torch.bfloat16}
+
+
+def test_padding_of_heads_is_counted() -> None:
+    spec = replace(SPEC, head_dim=20)
+    layout = kv.plan_kv(spec, block_size=16, dtype=torch.float32, memory_bytes=10**7, context_length=512)
+    used = sum(cache.keys.nbytes + cache.values.nbytes for cache in layout.allocate())
+    assert 10**7 * 0.97 < used <= 10**7
+
+
+def test_context_that_does_not_fit() -> None:
+    memory = 31 * BLOCK_BYTES
+    with pytest.raises(ModelError) as caught:
+        kv.plan_kv(SPEC, block_size=16, dtype=torch.bfloat16, memory_bytes=memory, context_length=512)
+    text = str(caught.value)
+    assert "--max-model-len 512 needs 32 KV blocks" in text
+    assert f"--kv-cache-memory-bytes {memory} holds 31" in text
+    assert "at most 496" in text
+
+
+def test_default_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv, "free_memory_bytes", lambda: 4 * 2**30)
+    assert kv.default_kv_memory_bytes(0) == 2**30
+    assert kv.default_kv_memory_bytes(2**31) == 2**29
+    assert kv.default_kv_memory_bytes(2**40) == 0
+    monkeypatch.setattr(kv, "free_memory_bytes", lambda: 2**40)
+    assert kv.default_kv_memory_bytes(0) == 2 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("max\n", 1024 * 1024), ("700000\n", 500000), ("100\n", 0), (None, 1024 * 1024)]
+)
+def test_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, expected: int) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9999 kB\nMemAvailable:    1024 kB\n")
+    monkeypatch.setattr(kv, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(kv, "_CGROUP", tmp_path)
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit)
+        (tmp_path / "memory.current").write_text("200000\n")
+    assert kv.free_memory_bytes() == expected

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import orjson
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 from loadtest.client import Endpoint, FailureKind, Outcome, Target, complete
 from loadtest.load import ClosedLoop, Limits, Load, OpenLoop, Request, run_closed, run_open

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -40,6 +41,7 @@ class MockServer:
     fault: Callable[[int], Fault] = lambda number: Fault.NONE  # number: of the completion request, from 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[bytes] = field(default_factory=list)
+    text_sent_at: list[float] = field(default_factory=list)  # perf_counter of each event with text
     num_connections: int = 0
     num_running: int = 0
     most_running: int = 0
@@ -123,6 +125,7 @@ class MockServer:
                 await asyncio.sleep(self.gap_s)
             if token >= num_tokens // 2 and fault is not Fault.NONE:
                 break
+            self.text_sent_at.append(time.perf_counter())
             yield event(" word" * min(self.tokens_per_event, num_tokens - token))
         if fault is Fault.HANG:
             await asyncio.sleep(60)

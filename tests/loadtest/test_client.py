@@ -1,5 +1,6 @@
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
 
 import orjson
 import pytest
@@ -24,11 +25,16 @@ async def test_times_are_those_of_the_server(endpoint: Endpoint, line_end: bytes
     server = MockServer(first_delay_s=0.2, gap_s=0.03, line_end=line_end)
     outcome = await measure(server, replace(CHAT, endpoint=endpoint))
     assert outcome.failure is None
-    assert outcome.ttft_s == pytest.approx(0.2, abs=0.03)  # not when the empty delta or the comment came
-    assert outcome.tpot_s == pytest.approx(0.03, abs=0.01)
-    assert len(outcome.itl_s) == 9
-    assert sum(outcome.itl_s) == pytest.approx(9 * 0.03, abs=0.06)
-    assert outcome.e2e_s == pytest.approx(0.2 + 9 * 0.03, abs=0.08)
+    assert outcome.first_text_at is not None
+    # Against the server's own clock, so that a busy machine does not matter.
+    gaps = [later - earlier for earlier, later in pairwise(server.text_sent_at)]
+    assert outcome.first_text_at == pytest.approx(server.text_sent_at[0], abs=0.01)
+    assert outcome.last_text_at == pytest.approx(server.text_sent_at[-1], abs=0.01)
+    assert outcome.itl_s == pytest.approx(gaps, abs=0.01)
+    assert outcome.tpot_s == pytest.approx(sum(gaps) / 9, abs=0.002)
+    assert outcome.ttft_s == outcome.first_text_at - outcome.sent_at
+    assert outcome.ttft_s > 0.19  # not when the empty delta or the comment came
+    assert outcome.e2e_s >= outcome.ttft_s + sum(outcome.itl_s)
     assert (outcome.num_events, outcome.num_tokens, outcome.tokens_from) == (10, 10, TokenSource.USAGE)
     assert (outcome.prompt_tokens, outcome.cached_tokens, outcome.finish_reason) == (40, 16, "length")
 
@@ -36,7 +42,7 @@ async def test_times_are_those_of_the_server(endpoint: Endpoint, line_end: bytes
 async def test_tokens_of_merged_events_come_from_usage() -> None:
     outcome = await measure(MockServer(tokens_per_event=4, gap_s=0.04))
     assert (outcome.num_events, outcome.num_tokens) == (3, 10)
-    assert outcome.tpot_s == pytest.approx(2 * 0.04 / 9, abs=0.004)
+    assert outcome.tpot_s == pytest.approx(sum(outcome.itl_s) / 9)
 
 
 async def test_without_usage_events_are_counted() -> None:
@@ -78,7 +84,7 @@ async def test_hanging_stream_times_out() -> None:
     assert outcome.failure is not None
     assert (outcome.failure.key, outcome.failure.detail) == ("timeout", "not complete after 0.2 s")
     assert outcome.num_events == 5
-    assert outcome.e2e_s == pytest.approx(0.2, abs=0.1)
+    assert 0.2 <= outcome.e2e_s < 5
 
 
 async def test_refused_connection() -> None:

@@ -1,5 +1,5 @@
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_prefixes_are_shared_in_turn() -> None:
 
 def test_arrivals_are_poisson_at_the_rate() -> None:
     times = list(islice(arrivals(5.0, 1, 1), 4001))
-    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(times)]
     mean = sum(gaps) / len(gaps)
     variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
     assert times[0] == 0.0

@@ -108,8 +108,8 @@ def test_unknown_keys_of_the_file_name_the_nearest(file: Path) -> None:
 
 
 def test_unknown_variables_that_are_nearly_ours_are_refused_and_others_left_alone() -> None:
-    assert refusal("m", SLUICEGATE_PROT="1") == (
-        "unknown environment variable SLUICEGATE_PROT; did you mean SLUICEGATE_PORT?"
+    assert refusal("m", SLUICEGATE_TIMEOUTS="1") == (
+        "unknown environment variable SLUICEGATE_TIMEOUTS; did you mean SLUICEGATE_TIMEOUT?"
     )
     assert load("m", SLUICEGATE_OF_ANOTHER_PROGRAM="1").port == 8000
 

@@ -1,0 +1,209 @@
+"""A gateway without engines: the router and the dispatcher replaced by ones a test scripts.
+
+gateway = StubGateway(vocabularies.byte_level(), script=say("hello"))
+async with gateway.client() as client: ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import cast
+
+import httpx
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+
+from gateway.app import Access, create_app
+from gateway.errors import GatewayError, ModelNotFound, Unavailable
+from gateway.measures import Measures
+from gateway.resume import Dispatcher
+from gateway.router import Router
+from gateway.service import Service
+from gateway.stream import Choice, Generation, GenerationRequest
+from gateway.texts import ModelText, Texts
+from protocol import bundle, metrics
+from protocol.messages import AbortReason, FinishReason, Logprobs, Serving, f32, u32
+
+#: The ids an engine would make for a choice, given its request and number; an error ends it.
+Script = Callable[[GenerationRequest, int], Sequence[int | GatewayError]]
+
+CONTEXT_LENGTH = 2048
+
+
+class StubRouter:
+    """Serves `models`, all with the same bundle."""
+
+    def __init__(self, blob: bytes, serving: Serving) -> None:
+        self._blob = blob
+        self.served = {serving.model: serving}
+        self.num_fetches = 0
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.served)
+
+    def models(self) -> list[Serving]:
+        return [self.served[name] for name in sorted(self.served)]
+
+    def serving(self, model: str) -> Serving:
+        if model in self.served:
+            return self.served[model]
+        if not self.served:
+            raise Unavailable("no engine serves at the moment.")
+        raise ModelNotFound(f"the model {model!r} does not exist; this server has {', '.join(self.served)}.")
+
+    async def fetch_bundle(self, sha256: str) -> bytes:
+        self.num_fetches += 1
+        assert sha256 == bundle.sha256(self._blob)
+        return self._blob
+
+
+class StubDispatcher:
+    """Plays a script into each choice, a token at a time, all choices in turn."""
+
+    def __init__(self, script: Script, eos_ids: tuple[int, ...]) -> None:
+        self.script = script
+        self.eos_ids = eos_ids
+        self.requests: list[GenerationRequest] = []
+        self.left: list[tuple[int, AbortReason]] = []
+        self.cached_tokens = 0
+        self.refusal: GatewayError | None = None
+        #: Set: tokens flow. Clear: they wait.
+        self.flow = asyncio.Event()
+        self.flow.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, request: GenerationRequest) -> Generation:
+        self.requests.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        generation = Generation(request, self.eos_ids)
+        for choice in generation.choices:
+            choice.carried_by(_Leaving(self, choice))
+        task = asyncio.create_task(self._play(request, generation))
+        self._tasks.add(task)
+        return generation
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _play(self, request: GenerationRequest, generation: Generation) -> None:
+        lines = [(choice, self._line(request, choice)) for choice in generation.choices]
+        for choice, _ in lines:
+            choice.admit(self.cached_tokens)
+        while lines:
+            await self.flow.wait()
+            lines = [(choice, line) for choice, line in lines if not choice.ended and next(line)]
+            await asyncio.sleep(0)
+
+    def _line(self, request: GenerationRequest, choice: Choice) -> Iterator[bool]:
+        """Feeds a choice one token at each turn; false after its last."""
+        sampling = request.sampling
+        stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self.eos_ids))
+        script = self.script(request, choice.index)
+        for number, step in enumerate(script):
+            if number == sampling.max_tokens:
+                break
+            if isinstance(step, GatewayError):
+                choice.fail(step)
+                yield False
+            choice.push(number, u32([cast(int, step)]), _rows(request, cast(int, step)))
+            if step in stop_ids:
+                choice.finish(FinishReason.STOP, cast(int, step))
+                yield False
+            yield True
+        choice.finish(FinishReason.LENGTH, None)
+        yield False
+
+
+class _Leaving:
+    """What a choice that ends early tells."""
+
+    def __init__(self, dispatcher: StubDispatcher, choice: Choice) -> None:
+        self._dispatcher = dispatcher
+        self._choice = choice
+
+    def leave(self, reason: AbortReason) -> None:
+        self._dispatcher.left.append((self._choice.index, reason))
+
+
+class StubGateway:
+    """The whole application, but for the engines."""
+
+    def __init__(self, files: dict[str, str], script: Script = lambda _request, _index: (), **changes: object) -> None:
+        """`changes` are fields of what the engine serves that differ from the usual."""
+        blob = bundle.pack(files)
+        self.text = ModelText.from_files(files)
+        self.serving = replace(_serving(bundle.sha256(blob)), **changes)  # type: ignore[arg-type]
+        self.router = StubRouter(blob, self.serving)
+        self.dispatcher = StubDispatcher(script, self.serving.eos_ids)
+        self.registry = CollectorRegistry()
+        self.allow_unknown_fields = False
+        self.access = Access()
+
+    def app(self) -> Starlette:
+        router = cast(Router, self.router)
+        service = Service(
+            router=router,
+            dispatcher=cast(Dispatcher, self.dispatcher),
+            texts=Texts(router),
+            measures=Measures(metrics.build(metrics.Owner.GATEWAY, self.registry)),
+            allow_unknown_fields=self.allow_unknown_fields,
+        )
+        return create_app(service, self.registry, self.access)
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
+        app = self.app()
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://gateway") as client,
+        ):
+            yield client
+
+    def sampled(self, text: str) -> list[int]:
+        """The ids of a text that an engine says, no special tokens added."""
+        return list(self.text.tokenizer._encode(text, False))
+
+
+def _serving(sha256: str) -> Serving:
+    return Serving(
+        model="tiny",
+        version="1",
+        digest="d" * 64,
+        numerics="0123456789abcdef" * 4,
+        bundle=sha256,
+        vocab_size=512,
+        context_length=CONTEXT_LENGTH,
+        block_size=16,
+        num_blocks=128,
+        max_num_seqs=8,
+        eos_ids=(),
+        generation_defaults={},
+        grant_requests=8,
+        grant_tokens=4096,
+        max_logprobs=20,
+        hang_timeout_ms=10_000,
+    )
+
+
+def _rows(request: GenerationRequest, token: int) -> Logprobs | None:
+    """Alternatives are the ids that follow the token's own, at -1, -2, ..., itself at -0.5 not among them."""
+    k = request.sampling.logprobs
+    if k is None:
+        return None
+    top_ids = array("I", [token + i + 1 for i in range(k)])
+    return Logprobs(k, f32([-0.5]), u32([1]), top_ids, f32([-1.0 - i for i in range(k)]))

@@ -152,6 +152,7 @@ def _itl_cdf(runs: Iterable[Mapping[str, Any]]) -> Curve:
 
 def _draw_cdf(curves: Mapping[str, Curve], title: str, path: Path) -> Path:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -161,6 +162,9 @@ def _draw_cdf(curves: Mapping[str, Curve], title: str, path: Path) -> Path:
         axes.axhline(share, color="0.85", linewidth=0.8, zorder=0)
     if any(values for values, _ in curves.values()):
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set(xlabel=f"{title}, ms", ylabel="share of all", ylim=(0, 1.01))
     axes.legend()
     figure.savefig(path, dpi=150)

@@ -15,13 +15,12 @@ from engine.quant import LinearMethod, LinearPart
 class Linear:
     """y = x Wᵀ + b for several checkpoint matrices of equal input at once (fused by rows)."""
 
-    def __init__(
-        self, reader: WeightReader, method: LinearMethod, parts: Sequence[LinearPart], *, bias: bool, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, reader: WeightReader, method: LinearMethod, parts: Sequence[LinearPart], *, bias: bool) -> None:
         self._weight = method.load(reader, parts)
         self._bias: Tensor | None = None
         if bias:
-            self._bias = torch.cat([reader.take(f"{part.name}.bias", (part.rows,)) for part in parts]).to(dtype)
+            # Added in float32 before the product is rounded, so it is kept so.
+            self._bias = torch.cat([reader.take(f"{part.name}.bias", (part.rows,)) for part in parts]).float()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, columns] → [M, rows of all parts]."""

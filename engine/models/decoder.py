@@ -36,7 +36,7 @@ class DecoderLayer:
 
         def linear(bias: bool, *parts: tuple[str, int, int]) -> Linear:
             rows = [LinearPart(prefix + name, num_out, num_in) for name, num_out, num_in in parts]
-            return Linear(reader, method, rows, bias=bias, dtype=dtype)
+            return Linear(reader, method, rows, bias=bias)
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(reader.take(f"{prefix}{name}.weight", (hidden,)).to(dtype), spec.norm_eps)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol.config import default_cache_dir
 from tests.engine.tiny_models import make_tiny_models
 
 
@@ -24,6 +25,6 @@ def golden(tiny_models: Path) -> dict[str, dict[str, list[list[float]]]]:
 
 
 @pytest.fixture(scope="session")
-def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache folder for the session, so that native kernels are built once."""
-    return tmp_path_factory.mktemp("cache")
+def kernel_cache() -> Path:
+    """The user's own cache: native kernels are built once for all sessions."""
+    return default_cache_dir()

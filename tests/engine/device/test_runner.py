@@ -14,6 +14,9 @@ from tests.engine.sequences import Sequence
 from tests.engine.tiny_models import PROMPT_LENGTHS, prompt
 from tests.engine.torch_runners import Settings, driver, load
 
+#: The first test also makes the models and may build the kernels.
+pytestmark = pytest.mark.timeout(300)
+
 NUM_NEW = 20
 ALL = range(len(PROMPT_LENGTHS))
 

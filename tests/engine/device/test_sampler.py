@@ -117,7 +117,7 @@ def test_rule(name: str) -> None:
             row,
             sampling,
             random.integers(0, VOCAB_SIZE, 20).tolist(),
-            random.integers(0, VOCAB_SIZE, 6).tolist() + [11, 11],
+            [*random.integers(0, VOCAB_SIZE, 6).tolist(), 11, 11],
             seed=int(random.integers(-(2**63), 2**63)),
         )
         for row in range(rows)

@@ -12,6 +12,9 @@ from tests.engine.sequences import Sequence
 from tests.engine.tiny_models import EOS_ID, NUM_NEW, PROMPT_LENGTHS, VARIANTS, prompt
 from tests.engine.torch_runners import Settings, driver, load
 
+#: The first test also makes the models and may build the kernels.
+pytestmark = pytest.mark.timeout(300)
+
 GREEDY = SamplingParams(max_tokens=NUM_NEW, min_tokens=NUM_NEW, temperature=0.0)
 
 

@@ -1,0 +1,115 @@
+"""Drives the engine's control plane over the fake backend, step by step and without threads."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine.backends.fake import FakeRunner
+from engine.config import EngineConfig, Resolved, resolve
+from engine.events import Ended, Entered, Event, Sampled
+from engine.plan import StepPlan
+from engine.request import RequestKey
+from engine.scheduler import Scheduler
+from protocol.messages import Finished, Submit, u32
+from protocol.sampling import SamplingParams
+
+OWNER = 1
+
+
+def fake_config(**values: object) -> EngineConfig:
+    return EngineConfig.model_validate({"backend": "fake", "fake_num_blocks": 64, "max_model_len": 512} | values)
+
+
+def submit(handle: int, prompt: bytes | list[int] = b"prompt", **values: object) -> Submit:
+    """A Submit; `values` go to the sampling parameters or the message, wherever the name belongs."""
+    names = {f.name for f in dataclasses.fields(SamplingParams)}
+    sampling = {name: value for name, value in values.items() if name in names}
+    message = {name: value for name, value in values.items() if name not in names}
+    message.setdefault("seed", 0)
+    return Submit(
+        handle=handle,
+        request_id=f"request-{handle}",
+        prompt_ids=u32(list(prompt)),
+        sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
+        **message,  # type: ignore[arg-type]
+    )
+
+
+@dataclass
+class Heard:
+    """All that was told about one Submit."""
+
+    entered: list[Entered] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+
+
+class Driver:
+    """A scheduler and a fake runner, with the loop of `engine.core` laid open."""
+
+    def __init__(self, **values: object) -> None:
+        config = fake_config(**values)
+        self.runner = FakeRunner(config)
+        self.resolved: Resolved = resolve(config, self.runner.load(lambda phase, done, total: None))
+        self.scheduler = Scheduler(self.resolved)
+        self.now = 0.0
+        self.plans: list[StepPlan] = []
+        self.heard: dict[RequestKey, Heard] = {}
+        self._in_flight: deque[StepPlan] = deque()
+
+    def add(self, message: Submit, owner: int = OWNER) -> Heard:
+        """Submit; what will be heard of it. The key may be used again after its end."""
+        heard = self.heard[owner, message.handle] = Heard(tokens=list(message.generated_ids))
+        self.scheduler.add(owner, message, self.now)
+        self.hear(self.scheduler.take_events())
+        return heard
+
+    def turn(self) -> bool:
+        """One turn of the loop; False when there was nothing to do."""
+        self.scheduler.expire(self.now)
+        self.hear(self.scheduler.take_events())
+        plan = None
+        if len(self._in_flight) < self.runner.max_in_flight:
+            plan = self.scheduler.schedule(self.now)
+        if plan is not None:
+            self.plans.append(plan)
+            self.runner.launch(plan)
+            self._in_flight.append(plan)
+        busy = bool(self._in_flight)
+        if busy and (plan is None or len(self._in_flight) == self.runner.max_in_flight):
+            self.hear(self.scheduler.commit(self._in_flight.popleft(), self.runner.collect()))
+        self.scheduler.check()
+        return busy
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        while self.turn():
+            pass
+        assert not self.scheduler.has_requests
+
+    def hear(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case Entered(owner=owner, message=message):
+                    self.heard[owner, message.handle].entered.append(event)
+                case Sampled(request=request, index=index, token=token):
+                    heard = self.heard[request.key]
+                    assert not heard.finished, "a token after the end"
+                    assert index == len(heard.tokens), "a token is repeated or skipped"
+                    heard.tokens.append(token)
+                case Ended(owner=owner, message=message):
+                    self.heard[owner, message.handle].finished.append(message)
+
+
+def alone(message: Submit) -> array[int]:
+    """The ids that a choice gets when nothing else runs and nothing is cached."""
+    driver = Driver(fake_num_blocks=64, enable_prefix_caching=False, fake_mean_length=30)
+    plain = dataclasses.replace(
+        message, generated_ids=u32(), priority=0, group=None, leader=False, resume=False, deadline_ms=0
+    )
+    heard = driver.add(plain)
+    driver.run()
+    return u32(heard.tokens)

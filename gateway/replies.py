@@ -77,12 +77,14 @@ class Reply:
         #: The end of most chunks.
         self._plain_end = shape.after_text + b',"logprobs":null,"finish_reason":null}]' + self._no_usage + b"}\n\n"
         self._begun = [False] * len(generation.choices)
+        self._num_generated = [0] * len(generation.choices)
 
     # --- a stream --------------------------------------------------------------------------------
 
     def events(self, delta: Delta) -> bytes:
         """The events of a delta: maybe none, when all its text is held back."""
         events = b""
+        self._num_generated[delta.index] = delta.num_generated
         if not self._begun[delta.index]:
             self._begun[delta.index] = True
             events = self._first_event(delta.index)
@@ -130,6 +132,8 @@ class Reply:
 
     def whole(self, deltas: Sequence[Delta]) -> bytes:
         """The body of an unstreamed answer, from the one delta of each choice."""
+        for delta in deltas:
+            self._num_generated[delta.index] = delta.num_generated
         choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.index)]
         return orjson.dumps({**self._head, "choices": choices, "usage": self.usage()})
 
@@ -152,11 +156,11 @@ class Reply:
     # --- both ------------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, object]:
-        """Prompts count once each, however many choices they have; tokens of all choices so far."""
+        """Prompts count once each, however many choices they have; of answers what was delivered so far."""
         choices = self._generation.choices
         leaders = choices[:: len(choices) // self._num_prompts]
         num_prompt = sum(len(choice.prompt_ids) for choice in leaders)
-        num_generated = sum(len(choice.generated_ids) for choice in choices)
+        num_generated = sum(self._num_generated)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,

@@ -81,6 +81,8 @@ class StubDispatcher:
         #: Set: tokens flow. Clear: they wait.
         self.flow = asyncio.Event()
         self.flow.set()
+        #: Each token is read before the next is made, so that none are merged.
+        self.paced = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, request: GenerationRequest) -> Generation:
@@ -99,6 +101,11 @@ class StubDispatcher:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    @property
+    def playing(self) -> bool:
+        """Whether any script has not been played to its end."""
+        return not all(task.done() for task in self._tasks)
+
     async def _play(self, request: GenerationRequest, generation: Generation) -> None:
         lines = [(choice, self._line(request, choice)) for choice in generation.choices]
         for choice, _ in lines:
@@ -107,6 +114,8 @@ class StubDispatcher:
             await self.flow.wait()
             lines = [(choice, line) for choice, line in lines if not choice.ended and next(line)]
             await asyncio.sleep(0)
+            while self.paced and any(choice.in_mailbox for choice in generation.choices):
+                await asyncio.sleep(0)
 
     def _line(self, request: GenerationRequest, choice: Choice) -> Iterator[bool]:
         """Feeds a choice one token at each turn; false after its last."""
@@ -149,20 +158,21 @@ class StubGateway:
         self.serving = replace(_serving(bundle.sha256(blob)), **changes)  # type: ignore[arg-type]
         self.router = StubRouter(blob, self.serving)
         self.dispatcher = StubDispatcher(script, self.serving.eos_ids)
-        self.registry = CollectorRegistry()
         self.allow_unknown_fields = False
         self.access = Access()
 
     def app(self) -> Starlette:
+        """A new application each time, with measures of its own."""
         router = cast(Router, self.router)
+        registry = CollectorRegistry()
         service = Service(
             router=router,
             dispatcher=cast(Dispatcher, self.dispatcher),
             texts=Texts(router),
-            measures=Measures(metrics.build(metrics.Owner.GATEWAY, self.registry)),
+            measures=Measures(metrics.build(metrics.Owner.GATEWAY, registry)),
             allow_unknown_fields=self.allow_unknown_fields,
         )
-        return create_app(service, self.registry, self.access)
+        return create_app(service, registry, self.access)
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[httpx.AsyncClient]:

@@ -104,9 +104,9 @@ class Driver:
                     self.heard[owner, message.handle].finished.append(message)
 
 
-def alone(message: Submit) -> array[int]:
+def alone(message: Submit, *, mean_length: int = 0) -> array[int]:
     """The ids that a choice gets when nothing else runs and nothing is cached."""
-    driver = Driver(fake_num_blocks=64, enable_prefix_caching=False, fake_mean_length=30)
+    driver = Driver(enable_prefix_caching=False, fake_mean_length=mean_length)
     plain = dataclasses.replace(
         message, generated_ids=u32(), priority=0, group=None, leader=False, resume=False, deadline_ms=0
     )

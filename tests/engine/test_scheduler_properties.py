@@ -15,6 +15,7 @@ from tests.engine.control import Driver, Heard, alone, submit
 
 NUM_BLOCKS = 8  # of 16 tokens: one request of the longest kind takes six
 CONTEXT = 96
+MEAN_LENGTH = 30
 
 #: Prompts that share heads of several blocks, so that hits, ties and evictions are common.
 PROMPTS = [b"a" * 40 + b"b" * 10, b"a" * 33, b"a" * 16, b"a" * 15, b"b" * 20, b"c", b"a" * 32 + b"c" * 40]
@@ -59,7 +60,7 @@ ENGINES = st.fixed_dictionaries(
 
 @lru_cache(maxsize=4096)
 def _alone(prompt: bytes, **values: object) -> tuple[int, ...]:
-    return tuple(alone(submit(0, prompt, **values)))
+    return tuple(alone(submit(0, prompt, **values), mean_length=MEAN_LENGTH))
 
 
 def _message(handle: int, drawn: dict[str, object]) -> tuple[Submit, tuple[int, ...]]:
@@ -130,7 +131,7 @@ def test_the_same_under_pressure(depth):
 
 def play(engine: dict[str, object], operations: list[tuple[str, object]]) -> Driver:
     """Carry out the operations, then run to the end; everything is checked on the way and at the end."""
-    driver = Driver(fake_num_blocks=NUM_BLOCKS, max_model_len=CONTEXT, fake_mean_length=30, **engine)
+    driver = Driver(fake_num_blocks=NUM_BLOCKS, max_model_len=CONTEXT, fake_mean_length=MEAN_LENGTH, **engine)
     everything: list[tuple[Heard, tuple[int, ...], Submit]] = []
     keys: list[tuple[int, int]] = []
     for operation, value in operations:

@@ -98,10 +98,11 @@ class EngineLink:
     def load(self) -> float:
         """Requests that it has, by its last Beat and ours since, for each that it can run at once."""
         connection = self.connection
-        if connection is None or connection.serving is None or connection.beat is None:
+        if connection is None or connection.serving is None:
             return 0.0
-        known = connection.beat.running + connection.beat.waiting
-        return (known + connection.submitted_since_beat) / connection.serving.max_num_seqs
+        known = 0 if connection.beat is None else connection.beat.running + connection.beat.waiting
+        num_requests = max(known + connection.submitted_since_beat, connection.num_streams)
+        return num_requests / connection.serving.max_num_seqs
 
     async def run(self) -> None:
         """Keep the link up until cancelled. Raises what went wrong in a callback: a fault of our own."""

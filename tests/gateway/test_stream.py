@@ -1,0 +1,276 @@
+"""The per-choice state machine and the mailbox, without any wire."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+
+import pytest
+
+from gateway.errors import EngineFailed
+from gateway.stream import Choice, Delta, Gap, Generation
+from protocol.messages import AbortReason, FinishReason, Logprobs, f32, u32
+from protocol.sampling import SamplingParams
+from tests.gateway.scripted_engine import EOS, request
+
+
+class Carrier:
+    def __init__(self) -> None:
+        self.left: list[AbortReason] = []
+
+    def leave(self, reason: AbortReason) -> None:
+        self.left.append(reason)
+
+
+class Halves:
+    """Two tokens make a letter, as the bytes of a character do."""
+
+    def __init__(self, prompt_ids: array[int]) -> None:
+        self._half: int | None = None
+
+    def push(self, token_id: int) -> str:
+        if self._half is None:
+            self._half = token_id
+            return ""
+        letter, self._half = chr(ord("a") + self._half), None
+        return letter
+
+    def finish(self) -> str:
+        return "" if self._half is None else "\ufffd"
+
+
+def one(**fields: object) -> tuple[Generation, Choice, Carrier]:
+    generation = Generation(request(**fields), (EOS,))
+    carrier = Carrier()
+    generation.choices[0].carried_by(carrier)
+    return generation, generation.choices[0], carrier
+
+
+def sampling(**fields: object) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 100} | fields))  # type: ignore[arg-type]
+
+
+async def take(generation: Generation) -> Delta:
+    delta = await asyncio.wait_for(generation.next(), 1)
+    assert delta is not None
+    return delta
+
+
+async def test_tokens_become_text_and_the_end_is_told_once() -> None:
+    generation, choice, carrier = one()
+    choice.admit(16)
+    choice.push(0, u32([7]))
+    assert await take(generation) == Delta(0, "h", u32([7]), 1)
+    choice.push(1, u32([8, 9]))
+    choice.finish(FinishReason.LENGTH, None)
+    last = await take(generation)
+    assert (last.text, list(last.ids), last.num_generated) == ("ij", [8, 9], 3)
+    assert (last.finish_reason, last.stop_reason) == (FinishReason.LENGTH, None)
+    assert await generation.next() is None
+    assert choice.cached_tokens == 16
+    assert carrier.left == []
+
+
+async def test_a_slow_reader_gets_one_delta_for_many_tokens() -> None:
+    generation, choice, _ = one()
+    for index in range(50):
+        choice.push(index, u32([index]))
+    delta = await take(generation)
+    assert list(delta.ids) == list(range(50))
+    assert len(delta.text) == 50
+    choice.push(50, u32([0]))
+    assert (await take(generation)).text == "a"
+
+
+async def test_repeats_are_dropped_and_a_gap_is_refused() -> None:
+    generation, choice, _ = one()
+    choice.push(0, u32([3, 4]))
+    choice.push(0, u32([3, 4]))
+    choice.push(1, u32([4, 5, 6]))
+    assert list((await take(generation)).ids) == [3, 4, 5, 6]
+    with pytest.raises(Gap, match="token 5 came where 4 was next"):
+        choice.push(5, u32([7]))
+    choice.push(2, u32([5]))
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(generation.next(), 0.01)
+
+
+async def test_a_stop_string_ends_it_when_the_token_arrives_and_counts_to_it() -> None:
+    generation, choice, carrier = one(stop=("cde",))
+    choice.push(0, u32([0, 1, 2, 3, 4, 5, 6]))
+    assert carrier.left == [AbortReason.STOP_STRING]
+    choice.push(7, u32([7]))
+    choice.finish(FinishReason.LENGTH, None)
+    delta = await take(generation)
+    assert delta.text == "ab"
+    assert list(delta.ids) == [0, 1, 2, 3, 4]
+    assert (delta.finish_reason, delta.stop_reason) == (FinishReason.STOP, "cde")
+    assert len(choice.generated_ids) == 5
+    assert await generation.next() is None
+
+
+async def test_a_possible_stop_string_is_held_back_and_given_out_at_the_end() -> None:
+    generation, choice, _ = one(stop=("cdx",))
+    choice.push(0, u32([1, 2, 3]))
+    assert (await take(generation)).text == "b"
+    choice.finish(FinishReason.LENGTH, None)
+    last = await take(generation)
+    assert (last.text, last.finish_reason) == ("cd", FinishReason.LENGTH)
+
+
+async def test_text_stops_wait_for_min_tokens() -> None:
+    generation, choice, _ = one(stop=("b",), sampling=sampling(min_tokens=4))
+    choice.push(0, u32([0, 1, 0, 0]))
+    assert not choice.ended
+    choice.push(4, u32([0, 1]))
+    delta = await take(generation)
+    assert delta.text == "abaaa"
+    assert (len(delta.ids), delta.stop_reason) == (6, "b")
+
+
+async def test_a_stop_token_is_counted_but_not_shown() -> None:
+    generation, choice, _ = one(sampling=sampling(stop_token_ids=(9,)))
+    choice.push(0, u32([0, 9]))
+    choice.finish(FinishReason.STOP, 9)
+    delta = await take(generation)
+    assert (delta.text, list(delta.ids)) == ("a", [0, 9])
+    assert (delta.finish_reason, delta.stop_reason) == (FinishReason.STOP, 9)
+
+
+async def test_end_of_sequence_has_no_stop_reason() -> None:
+    generation, choice, _ = one()
+    choice.push(0, u32([0, EOS]))
+    choice.finish(FinishReason.STOP, EOS)
+    delta = await take(generation)
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("a", FinishReason.STOP, None)
+
+
+async def test_with_include_stop_the_stop_token_is_shown() -> None:
+    generation, choice, _ = one(include_stop=True, sampling=sampling(stop_token_ids=(9,)))
+    choice.push(0, u32([0, 9]))
+    choice.finish(FinishReason.STOP, 9)
+    assert (await take(generation)).text == "aj"
+
+
+async def test_with_ignore_eos_it_is_a_token_like_others() -> None:
+    generation, choice, _ = one(sampling=sampling(ignore_eos=True))
+    choice.push(0, u32([0, EOS]))
+    assert (await take(generation)).text == "ag"
+    assert choice.verdict() is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "ids", "verdict"),
+    [
+        ({}, [0, 1], None),
+        ({}, [0, EOS], (FinishReason.STOP, EOS)),
+        ({"ignore_eos": True}, [0, EOS], None),
+        ({"stop_token_ids": (5,)}, [0, 5], (FinishReason.STOP, 5)),
+        ({"min_tokens": 2}, [0, EOS], None),
+        ({"max_tokens": 2}, [0, 1], (FinishReason.LENGTH, None)),
+        ({"max_tokens": 2}, [0, EOS], (FinishReason.STOP, EOS)),
+        ({"max_tokens": 0}, [], (FinishReason.LENGTH, None)),
+    ],
+)
+def test_verdict_is_the_engines(fields: dict[str, object], ids: list[int], verdict: object) -> None:
+    _, choice, _ = one(sampling=sampling(**fields))
+    choice.push(0, u32(ids))
+    assert choice.verdict() == verdict
+
+
+async def test_half_a_character_is_never_sent() -> None:
+    generation, choice, _ = one(decoder=Halves)
+    choice.push(0, u32([0, 0, 1]))
+    assert (await take(generation)).text == "a"
+    choice.push(3, u32([1]))
+    assert (await take(generation)).text == "b"
+    choice.push(4, u32([3]))
+    choice.finish(FinishReason.LENGTH, None)
+    assert (await take(generation)).text == "\ufffd"
+
+
+async def test_a_stop_string_that_completes_in_the_last_text_wins() -> None:
+    generation, choice, _ = one(decoder=Halves, stop=("a\ufffd",))
+    choice.push(0, u32([0, 0, 1]))
+    choice.finish(FinishReason.LENGTH, None)
+    delta = await take(generation)
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("", FinishReason.STOP, "a\ufffd")
+
+
+async def test_logprobs_are_cut_to_what_the_choice_asked_and_merged() -> None:
+    generation, choice, _ = one(sampling=sampling(logprobs=1))
+    for index in range(2):
+        choice.push(
+            index, u32([index]), Logprobs(2, f32([-0.5 - index]), u32([1]), u32([index, 9]), f32([-0.25, -4.0]))
+        )
+    rows = (await take(generation)).logprobs
+    assert rows == Logprobs(1, f32([-0.5, -1.5]), u32([1, 1]), u32([0, 1]), f32([-0.25, -0.25]))
+
+
+async def test_logprobs_zero_is_the_chosen_tokens_alone() -> None:
+    generation, choice, _ = one(sampling=sampling(logprobs=0))
+    choice.push(0, u32([4]), Logprobs(1, f32([-0.5]), u32([3]), u32([7]), f32([-0.25])))
+    assert (await take(generation)).logprobs == Logprobs(0, f32([-0.5]), u32([3]), u32([]), f32([]))
+
+
+def test_logprobs_that_do_not_come_fail_the_link() -> None:
+    _, choice, _ = one(sampling=sampling(logprobs=2))
+    with pytest.raises(Gap, match="without the logprobs"):
+        choice.push(0, u32([4]))
+    _, choice, _ = one(sampling=sampling(logprobs=2))
+    with pytest.raises(Gap, match="1 alternatives where 2"):
+        choice.push(0, u32([4]), Logprobs(1, f32([-0.5]), u32([3]), u32([7]), f32([-0.25])))
+
+
+async def test_an_error_comes_after_what_came_before_and_ends_the_others() -> None:
+    generation, first, carrier = one(n=2)
+    other = Carrier()
+    generation.choices[1].carried_by(other)
+    first.push(0, u32([0]))
+    first.fail(EngineFailed("broken"))
+    assert (await take(generation)).text == "a"
+    with pytest.raises(EngineFailed, match="broken"):
+        await generation.next()
+    assert carrier.left == []
+    assert other.left == [AbortReason.CLIENT]
+    first.push(1, u32([0]))
+    assert list(first.generated_ids) == [0]
+
+
+async def test_abort_tells_each_unfinished_choice_once() -> None:
+    generation, first, carrier = one(n=2)
+    other = Carrier()
+    generation.choices[1].carried_by(other)
+    first.finish(FinishReason.LENGTH, None)
+    generation.abort()
+    generation.abort()
+    assert carrier.left == []
+    assert other.left == [AbortReason.CLIENT]
+
+
+async def test_unstreamed_choices_give_one_delta_each_in_order_of_their_end() -> None:
+    generation, first, _ = one(n=2, stream=False)
+    second = generation.choices[1]
+    first.push(0, u32([0]))
+    second.push(0, u32([1]))
+    second.push(1, u32([2]))
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(generation.next(), 0.01)
+    second.finish(FinishReason.LENGTH, None)
+    first.finish(FinishReason.LENGTH, None)
+    assert [(delta.index, delta.text) async for delta in generation] == [(1, "bc"), (0, "a")]
+
+
+async def test_next_is_safe_to_cancel() -> None:
+    generation, choice, _ = one()
+    reading = asyncio.create_task(generation.next())
+    await asyncio.sleep(0)
+    choice.push(0, u32([0]))
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    assert (await take(generation)).text == "a"
+
+
+def test_choices_are_prompt_major() -> None:
+    generation = Generation(request([1], [2, 3], n=2), ())
+    assert [list(choice.prompt_ids) for choice in generation.choices] == [[1], [1], [2, 3], [2, 3]]

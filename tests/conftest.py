@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import shutil
 import tempfile
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from protocol.config import default_cache_dir
+from tests.engine.tiny_models import make_tiny_models
 from tests.processes import Engine, Process, Server, free_port
 
 #: Flags of an engine that needs no model.
@@ -94,8 +97,6 @@ def start_serve(_running: list[Process], tmp_path: Path) -> Callable[..., Server
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """Folder of the demo model. Absent, a test that needs it is skipped, under CI it fails."""
-    from protocol.config import default_cache_dir
-
     folder = Path(os.environ.get("SLUICEGATE_CACHE_DIR") or default_cache_dir()) / "models/SmolLM2-135M-Instruct"
     if not (folder / "config.json").exists():
         reason = f"no demo model at {folder}; `sluicegate serve` gets it"
@@ -103,3 +104,24 @@ def demo_model() -> Path:
             pytest.fail(reason)
         pytest.skip(reason)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one model folder for each of `tiny_models.VARIANTS`, `llama_sharded`, and golden.json."""
+    folder = tmp_path_factory.mktemp("tiny_models")
+    make_tiny_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def golden(tiny_models: Path) -> dict[str, dict[str, list[list[float]]]]:
+    """What transformers computed: {variant: {"ids": …, "logprobs": …}}, by prompt number."""
+    golden: dict[str, dict[str, list[list[float]]]] = json.loads((tiny_models / "golden.json").read_text())
+    return golden
+
+
+@pytest.fixture(scope="session")
+def kernel_cache() -> Path:
+    """The user's own cache: native kernels are built once for all sessions."""
+    return default_cache_dir()

@@ -29,6 +29,7 @@ from engine.loading.store import ModelError
 from gateway.config import GatewayConfig
 from protocol import logs
 from protocol.config import Positional, Settings, Shown, child_environ
+from protocol.logs import LogLevel
 from protocol.process import Progress
 from protocol.supervisor import ChildFailed, Program, Supervisor
 
@@ -60,6 +61,11 @@ class ServeConfig(EngineConfig, GatewayConfig):
     model: Annotated[str | None, Positional(), Shown("the demo model")] = Field(
         None, description="Folder of the model (Hugging Face layout)."
     )
+    # What a person waits for is the bar and the greeting, not a line for every request.
+    log_level: Annotated[LogLevel, Shown("info, on a terminal warning")] = Field(
+        default_factory=lambda: "warning" if sys.stderr.isatty() else "info",
+        description="Least severe messages that are logged.",
+    )
 
 
 class PortUnavailable(Exception):
@@ -77,8 +83,15 @@ class ProgressBar:
         if self._bar is None or phase != self._phase:
             self.close()
             self._phase = phase
-            # `disable=None` means: where this is no terminal.
-            self._bar = tqdm(desc=phase, total=total or None, unit="B", unit_scale=True, leave=False, disable=None)
+            self._bar = tqdm(
+                desc=phase,
+                total=total or None,
+                unit="B",
+                unit_scale=True,
+                leave=False,
+                bar_format=None if total else "{desc} ...",
+                disable=None,  # where this is no terminal
+            )
         self._bar.n = done
         self._bar.refresh()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -272,8 +273,25 @@ def test_without_a_model_the_demo_model_is_made_ready_and_named(
     assert served[1].served_model_name == "x"
 
 
-def test_the_bar_draws_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bar_draws_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
     bar = sluicegate_serve.ProgressBar()
-    bar.show("engine", Progress("weights", 1, 2))
+    bar.show("engine", Progress("preparing kernels", 0, 0))
+    bar.show("engine", Progress("loading weights", 5_000_000, 20_000_000))
+    bar.close()
+    assert "preparing kernels ..." in terminal.getvalue()
+    assert "loading weights:  25%|" in terminal.getvalue()
+    assert "| 5.00M/20.0M [" in terminal.getvalue()
+
+
+def test_the_bar_draws_nothing_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = sluicegate_serve.ProgressBar()
+    bar.show("engine", Progress("loading weights", 1, 2))
     bar.close()
     assert capsys.readouterr().err == ""

@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 
 
 class Implementation(enum.Enum):
+    """The two forms every operator has on a CPU. Their bits differ."""
+
     NATIVE = "native"
     REFERENCE = "reference"
 
@@ -33,6 +35,7 @@ class _Choice:
         self.lock = Lock()
         self.chosen: Implementation | None = None
         self.library: Library | None = None  # loaded once, kept when the choice changes
+        self.warned = False
 
 
 _choice = _Choice()
@@ -53,7 +56,9 @@ def start(implementation: Implementation | None = None, cache_dir: Path | None =
             except build.BuildError as error:
                 if implementation is Implementation.NATIVE:
                     raise
-                _log.warning("CPU operators run as plain torch, several times slower: %s", error)
+                if not _choice.warned:
+                    _log.warning("CPU operators run as plain torch, several times slower: %s", error)
+                    _choice.warned = True
             else:
                 library.set_num_threads(torch.get_num_threads())
                 _choice.library = library
@@ -92,5 +97,6 @@ def set_num_threads(count: int) -> None:
 
 
 def num_threads() -> int:
+    """Number of threads the operators in force use, the calling one included."""
     library = native()
     return torch.get_num_threads() if library is None else library.num_threads()

@@ -42,5 +42,5 @@ def rope_reference_(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) ->
     half = cos.shape[-1]
     for x in (q, k):
         low, high = x[..., :half].to(torch.float32), x[..., half : 2 * half].to(torch.float32)
-        x[..., :half] = (low * cos - high * sin).to(x.dtype)
-        x[..., half : 2 * half] = (high * cos + low * sin).to(x.dtype)
+        turned = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+        x[..., : 2 * half] = turned.to(x.dtype)

@@ -61,12 +61,12 @@ def logprobs(logits: Tensor, ids: Tensor, k: int) -> TokenLogprobs:
     num_rows, vocab_size = logits.shape
     if not 0 <= k <= vocab_size:
         raise ValueError(f"k must be between 0 and the vocabulary size {vocab_size}, got {k}.")
+    if num_rows and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise IndexError(f"ids must be in 0..{vocab_size - 1}, got {int(ids.min())}..{int(ids.max())}.")
     library = native()
     if library is None:
         return logprobs_reference(logits, ids, k)
     _check_columns(logits, (torch.int64,), (ids,))
-    if num_rows and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        raise IndexError(f"ids must be in 0..{vocab_size - 1}, got {int(ids.min())}..{int(ids.max())}.")
     found = TokenLogprobs(
         own=torch.empty(num_rows),
         rank=torch.empty(num_rows, dtype=torch.int64),

@@ -5,30 +5,51 @@
 
 namespace sluicegate {
 
-// Most rows a tile has: the accumulators of a tile, its panel and one broadcast fill the registers
-// (16 of AVX2: 6 * 2 + 2 + 1; 32 of AVX-512: 12 * 2 + 2, its products broadcast from memory).
+// Most rows a tile has: accumulators, one panel's columns and one broadcast fill the registers
+// (16 of AVX2: 6 * 2 + 2 + 1; 32 of AVX-512: 12 * 2 + 2 + 1).
 constexpr int MAX_ROWS = LANES == 8 ? 6 : 12;
 
-// Panels a tile of `rows` rows takes at once, so that enough independent chains hide the latency.
+// Panels a tile of `rows` rows takes at once. Each accumulator is a chain of dependent operations: it
+// takes at least 8 of them to hide the latency of one.
 constexpr int panels_of(int rows) {
-    if (LANES == 8) return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+    if (LANES == 8) return rows == 1 ? 6 : rows == 2 ? 3 : rows == 3 ? 2 : 1;
     return rows == 1 ? 8 : rows <= 6 ? 4 : 2;
 }
 
+// Without being told, the compiler leaves some of these loops rolled and the accumulators in memory.
+#define UNROLL _Pragma("GCC unroll 16")
+
 // acc[row][column] = fma(a[row][k], panel[k][column], acc[row][column]) for k = 0 .. depth - 1, in order.
 // Row r of `a` begins at a + r * a_stride; row k of a panel's 16 columns at panel + k * panel_stride.
-template <int ROWS, int PANELS, class T>
+// AHEAD > 0: panels come from memory; ask for what lies that many bytes ahead.
+template <int ROWS, int PANELS, int AHEAD, class T>
 inline __attribute__((always_inline)) void multiply(const float* a, int64_t a_stride, const T* const (&panel)[PANELS],
                                                     int64_t panel_stride, int64_t depth,
                                                     vf (&acc)[ROWS][PANELS * PARTS]) {
+    constexpr int COLUMNS = PANELS * PARTS;
     for (int64_t k = 0; k < depth; k++) {
-        vf column[PANELS * PARTS];
-        for (int p = 0; p < PANELS; p++)
-            for (int part = 0; part < PARTS; part++)
-                column[p * PARTS + part] = load(panel[p] + k * panel_stride + part * LANES);
-        for (int r = 0; r < ROWS; r++) {
-            const vf x = splat(a[r * a_stride + k]);
-            for (int c = 0; c < PANELS * PARTS; c++) acc[r][c] = fma(x, column[c], acc[r][c]);
+        const auto column = [&](int c) {
+            return load(panel[c / PARTS] + k * panel_stride + c % PARTS * LANES);
+        };
+        if constexpr (AHEAD > 0) {
+            UNROLL for (int p = 0; p < PANELS; p++)
+                _mm_prefetch((const char*)(panel[p] + k * panel_stride) + AHEAD, _MM_HINT_T0);
+        }
+        // Whichever are fewer stay in registers, the others pass by.
+        if constexpr (ROWS < COLUMNS) {
+            vf x[ROWS];
+            UNROLL for (int r = 0; r < ROWS; r++) x[r] = splat(a[r * a_stride + k]);
+            UNROLL for (int c = 0; c < COLUMNS; c++) {
+                const vf w = column(c);
+                UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] = fma(x[r], w, acc[r][c]);
+            }
+        } else {
+            vf w[COLUMNS];
+            UNROLL for (int c = 0; c < COLUMNS; c++) w[c] = column(c);
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                const vf x = splat(a[r * a_stride + k]);
+                UNROLL for (int c = 0; c < COLUMNS; c++) acc[r][c] = fma(x, w[c], acc[r][c]);
+            }
         }
     }
 }

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 #: Pause before the next connection after one that was never welcomed; doubled up to the last.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 8.0
+#: An engine that misses this many of its beats (3 s) gets no new work until it is heard again.
+_MISSED_BEATS = 12
 #: A beat that comes this late means that this process stood still, so silence proves nothing.
 _LATE_S = 1.0
 
@@ -28,7 +30,7 @@ class LinkState(enum.Enum):
     LOADING = "loading"
     SERVING = "serving"
     DRAINING = "draining"
-    HUNG = "hung"  # answers, but its steps do not end
+    HUNG = "hung"  # welcomed, but says nothing, or its steps do not end
     DOWN = "down"  # closed, or pausing before the next connection
 
 
@@ -69,6 +71,7 @@ class EngineLink:
         self._crash: asyncio.Future[None] | None = None
         self._pause_s = _FIRST_PAUSE_S
         self._was_hung = False  # at the end of the connection before; holds until this one's first Beat
+        self._is_quiet = False
         self._open_at = 0.0
         self._ticked_at = 0.0
 
@@ -83,7 +86,8 @@ class EngineLink:
             case Phase.DRAINING:
                 return LinkState.DRAINING
             case Phase.SERVING if connection.serving is not None:
-                return LinkState.HUNG if self._is_hung(connection.serving, connection.beat) else LinkState.SERVING
+                hung = self._was_hung if connection.beat is None else self._is_hung(connection.serving, connection.beat)
+                return LinkState.HUNG if hung or self._is_quiet else LinkState.SERVING
             case _:
                 return LinkState.LOADING
 
@@ -120,16 +124,18 @@ class EngineLink:
     # --- lives of the connection -----------------------------------------------------------------
 
     def _open(self) -> None:
+        self._is_quiet = False
         self._dealer = Dealer(self._context, self.address, self._keys)
         self.connection = Connection(self._dealer.send, on_change=self._on_change, on_fault=self._fail_soon)
         self._dealer.open(self)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, *, was_hung: bool = False) -> None:
         """Move on to the next connection: at once after a good life, else after a pause."""
         connection = self.connection
         if connection is None:
             return
         log.warning("link_lost", extra={"engine": self.address, "reason": reason, "streams": connection.num_streams})
+        self._was_hung = was_hung
         welcomed = connection.welcome is not None
         self._lose(reason)
         if welcomed:
@@ -175,24 +181,25 @@ class EngineLink:
         connection.say_beat()
         if late:
             connection.heard_at = now  # this process stood still, so it heard nothing
+        is_quiet = now - connection.heard_at > _MISSED_BEATS * self._settings.beat_s
+        if is_quiet != self._is_quiet:
+            self._is_quiet = is_quiet
+            self._on_change()
         reason = self._complaint(connection, now)
         if reason is not None and self._may_move():
-            self._was_hung = True
-            self._fail(reason)
+            self._fail(reason, was_hung=True)
 
     def _complaint(self, connection: Connection, now: float) -> str | None:
         """Why the engine counts as lost though its connection stands, if it does."""
         if now - connection.heard_at > self._settings.silence_s:
             return f"silent for {now - connection.heard_at:.1f} s"
-        if self.state is LinkState.HUNG and connection.num_streams:
-            assert connection.beat is not None
-            return f"no step finished for {connection.beat.step_age_ms / 1000:.1f} s"
+        serving, beat = connection.serving, connection.beat
+        if connection.num_streams and serving is not None and beat is not None and self._is_hung(serving, beat):
+            return f"no step finished for {beat.step_age_ms / 1000:.1f} s"
         return None
 
-    def _is_hung(self, serving: Serving, beat: EngineBeat | None) -> bool:
+    def _is_hung(self, serving: Serving, beat: EngineBeat) -> bool:
         """The hung rule: work to do, and no step finished for too long."""
-        if beat is None:
-            return self._was_hung
         limit_ms = float(serving.hang_timeout_ms)
         if self._settings.hang_timeout_s is not None:
             limit_ms = min(limit_ms, self._settings.hang_timeout_s * 1000)
@@ -221,7 +228,6 @@ class EngineLink:
             self._fail(str(error))
 
     def disconnected(self) -> None:
-        self._was_hung = False
         self._fail("the connection was lost")
 
     def crashed(self, error: BaseException) -> None:

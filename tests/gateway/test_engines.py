@@ -68,9 +68,15 @@ async def test_over_tcp(tmp_path: Path) -> None:
 
 
 async def test_a_silent_engine_is_left_and_joined_again(ipc_address: str, tmp_path: Path) -> None:
-    link = LinkSettings(beat_s=BEAT_S, silence_s=0.3)
+    link = LinkSettings(beat_s=BEAT_S, silence_s=0.5)
     async with ScriptedEngine(ipc_address) as engine, linked(ipc_address, cache_dir=tmp_path, link=link) as gateway:
         await gateway.start()
+        engine.beats = False
+        await until(lambda: not gateway.router.ready)
+        assert only_link(gateway).state is LinkState.HUNG
+        assert len(engine.peers) == 1, "it is left only later"
+        engine.beats = True
+        await until(lambda: gateway.router.ready)
         engine.beats = False
         await until(lambda: len(engine.peers) == 2)
         await engine.next(Hello)
@@ -78,7 +84,7 @@ async def test_a_silent_engine_is_left_and_joined_again(ipc_address: str, tmp_pa
 
 
 async def test_a_gateway_that_stood_still_does_not_call_the_engine_silent(ipc_address: str, tmp_path: Path) -> None:
-    link = LinkSettings(beat_s=BEAT_S, silence_s=0.3)
+    link = LinkSettings(beat_s=BEAT_S, silence_s=0.5)
     async with ScriptedEngine(ipc_address) as engine, linked(ipc_address, cache_dir=tmp_path, link=link) as gateway:
         await until(lambda: gateway.router.ready)
         time.sleep(1.2)  # noqa: ASYNC251 - as by SIGSTOP

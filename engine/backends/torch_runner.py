@@ -64,7 +64,7 @@ class TorchRunner:
         """
         config = self._config
         progress("preparing kernels", 0, 0)
-        native = _start_kernels(config)
+        _start_kernels(config)
         folder = ModelFolder(Path(_required(config.model)))
         values = folder.read_object("config.json")
         family = family_of(values.get("architectures"))
@@ -87,9 +87,6 @@ class TorchRunner:
         model = Decoder(spec, family.names, reader=reader, method=method, dtype=active, num_positions=context_length)
         reader.finish(_unused(spec, family))
         self._runner = ModelRunner(model, kv, max_num_seqs=config.max_num_seqs, context_length=context_length)
-        if native:
-            # The operators have threads of their own, and torch's idle ones would wait by spinning.
-            torch.set_num_threads(1)
         digest = model_digest(folder, tokenizer, checkpoint)
         return ModelInfo(
             digest=digest,
@@ -130,14 +127,15 @@ class TorchRunner:
         return self._runner
 
 
-def _start_kernels(config: RunnerConfig) -> bool:
-    """Whether the native operators run. Raises RuntimeError when bits depend on the batch here."""
+def _start_kernels(config: RunnerConfig) -> None:
+    """Raises RuntimeError when bits depend on the batch here."""
     implementation = kernels.start(cache_dir=config.cache_dir / "kernels")
-    num_threads = config.threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(num_threads)
-    kernels.set_num_threads(num_threads)
+    if implementation is kernels.Implementation.NATIVE:
+        # The operators have threads of their own, and torch's would wait for each other by spinning:
+        # loading SmolLM2 takes 0.7 s of processor time with one of them, 2.7 s with two.
+        torch.set_num_threads(1)
+    kernels.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     kernels.self_check()
-    return implementation is kernels.Implementation.NATIVE
 
 
 def _required(model: str | None) -> str:

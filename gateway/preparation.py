@@ -15,6 +15,7 @@ from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.schemas import ChatRequest, CompletionRequest, Options
 from gateway.stream import GenerationRequest, TextDecoder
 from gateway.texts import ModelText
+from gateway.tokenizer import PromptTooLong
 from protocol.messages import Serving, u32
 from protocol.sampling import SamplingError, SamplingParams
 
@@ -36,7 +37,12 @@ class Call:
 async def prepare_chat(request: ChatRequest, serving: Serving, text: ModelText, call: Call) -> GenerationRequest:
     """Raises BadRequest (ContextLengthExceeded among others) naming the field and the limits."""
     rendered = await text.render(request)
-    prompt_ids = await text.tokenizer.encode(rendered, add_special_tokens=request.add_special_tokens)
+    try:
+        prompt_ids = await text.tokenizer.encode(
+            rendered, add_special_tokens=request.add_special_tokens, most=serving.context_length
+        )
+    except PromptTooLong as error:
+        raise _context_exceeded(error.num_tokens, request.options, "messages", serving) from None
     return _generation(request.options, (prompt_ids,), "messages", None, serving, text, call)
 
 
@@ -45,10 +51,15 @@ async def prepare_completion(
 ) -> GenerationRequest:
     """As `prepare_chat`, for each of the prompts."""
     prompts = []
-    for prompt in request.prompts:
-        if isinstance(prompt, str):
-            prompt = await text.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
-        prompts.append(prompt)
+    try:
+        for prompt in request.prompts:
+            if isinstance(prompt, str):
+                prompt = await text.tokenizer.encode(
+                    prompt, add_special_tokens=request.add_special_tokens, most=serving.context_length
+                )
+            prompts.append(prompt)
+    except PromptTooLong as error:
+        raise _context_exceeded(error.num_tokens, request.options, "prompt", serving) from None
     return _generation(request.options, tuple(prompts), "prompt", COMPLETION_MAX_TOKENS, serving, text, call)
 
 
@@ -121,20 +132,19 @@ def _max_tokens(options: Options, num_prompt: int, default: int | None, field: s
         return asked
     if asked is None and room > 0:
         return room if default is None else min(default, room)
-    if room <= 0:
-        # A full context leaves no room for even one token.
-        raise ContextLengthExceeded(
-            f"This model's context length is {context} tokens; the prompt has {num_prompt} tokens"
-            + (f" and {options.max_tokens_name} is {asked}" if asked is not None else "")
-            + f". Shorten the prompt to at most {context - 1} tokens.",
-            field,
-        )
-    raise ContextLengthExceeded(
-        f"This model's context length is {context} tokens; the prompt has {num_prompt} tokens and "
-        f"{options.max_tokens_name} is {asked}, together {num_prompt + (asked or 0)}. "
-        f"Shorten the prompt or lower {options.max_tokens_name} to at most {room}.",
-        field,
-    )
+    raise _context_exceeded(num_prompt, options, field, serving)
+
+
+def _context_exceeded(num_prompt: int, options: Options, field: str, serving: Serving) -> ContextLengthExceeded:
+    """The error that says what does not fit, and what would."""
+    context = serving.context_length
+    name, asked = options.max_tokens_name, options.max_tokens
+    text = f"This model's context length is {context} tokens; the prompt has {num_prompt} tokens"
+    if asked is not None:
+        text += f" and {name} is {asked}, together {num_prompt + asked}"
+    if num_prompt < context:
+        return ContextLengthExceeded(f"{text}. Lower {name} to at most {context - num_prompt}.", field)
+    return ContextLengthExceeded(f"{text}. Shorten the prompt to at most {context - 1} tokens.", field)
 
 
 def _sampling(options: Options, max_tokens: int, serving: Serving, text: ModelText) -> SamplingParams:

@@ -90,6 +90,7 @@ def _cut_at_mark(text: str) -> str:
             "continue_final_message: the model's chat template does not print the final message as it is.",
             "continue_final_message",
         )
+    before = before.replace(_CONTINUE_MARK, "")  # of a template that prints the message twice
     return before if after.startswith(_CONTINUE_MARK[-1]) else before.rstrip()
 
 

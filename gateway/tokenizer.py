@@ -32,6 +32,14 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHOR = "a"  # stands before a piece, so that decoders which treat a text's first piece apart do not
 
 
+class PromptTooLong(Exception):
+    """A text has more tokens than asked for."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"the text has {num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
 class Tokenizer:
     """Encodes prompts; knows the bytes and the kind of every token."""
 
@@ -69,16 +77,22 @@ class Tokenizer:
         special tokens when those are skipped."""
         return self._visible_bytes if skip_special_tokens else self._bytes
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
-        """Prompt ids (u32). A rendered chat is encoded without special tokens: its template wrote them."""
-        if len(text) <= INLINE_BYTES:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+    async def encode(self, text: str, *, add_special_tokens: bool, most: int) -> array[int]:
+        """Prompt ids (u32). A rendered chat is encoded without special tokens: its template wrote them.
 
-    def _encode(self, text: str, add_special_tokens: bool) -> array[int]:
+        Raises PromptTooLong for more than `most` ids.
+        """
+        if len(text) <= INLINE_BYTES:
+            return self._encode(text, add_special_tokens, most)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens, most)
+
+    def _encode(self, text: str, add_special_tokens: bool, most: int) -> array[int]:
         # `encode` holds the GIL throughout, `encode_batch_fast` does not: 580 kB of text stopped the
         # event loop for 470 ms and for 6 ms.
-        ids = array(U32, self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if len(encoding) > most:  # asked before the ids, whose list holds the GIL for 40 ms a million
+            raise PromptTooLong(len(encoding))
+        ids = array(U32, encoding.ids)
         if add_special_tokens and self._bos_id is not None and isinstance(self._wants_bos, bool):
             has_bos = bool(ids) and ids[0] == self._bos_id
             if self._wants_bos and not has_bos:

@@ -186,7 +186,7 @@ class StubGateway:
 
     def sampled(self, text: str) -> list[int]:
         """The ids of a text that an engine says, no special tokens added."""
-        return list(self.text.tokenizer._encode(text, False))
+        return list(self.text.tokenizer._encode(text, False, CONTEXT_LENGTH))
 
 
 def _serving(sha256: str) -> Serving:

@@ -21,7 +21,7 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
 def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
-    return list(asyncio.run(tokenizer.encode(text, add_special_tokens=add_special_tokens)))
+    return list(asyncio.run(tokenizer.encode(text, add_special_tokens=add_special_tokens, most=4096)))
 
 
 def byte_ids(raw: bytes) -> list[int]:

@@ -299,3 +299,30 @@ def test_a5_the_sdk_reads_a_stream_with_keep_alives(start_engine: StartEngine, s
         chunks = list(client.chat.completions.create(model="fake", messages=messages, max_tokens=2, stream=True))
     assert sum(len(chunk.choices[0].delta.content or "") for chunk in chunks) == 2
     assert chunks[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("num_chars", [1_900_000, 5_000_000])
+def test_e6_a_huge_chat_stops_nobody_else(
+    start_engine: StartEngine, start_gateway: StartGateway, num_chars: int
+) -> None:
+    server = start_gateway(start_engine("--backend=fake", "--fake-step-ms=5").address)
+    server.wait_until_ready()
+    stream = Stream(server, {"prompt": "a", "max_tokens": 8000})
+    pauses, gaps = [], []
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        huge = CHAT | {"messages": [{"role": "user", "content": "many words " * (num_chars // 11)}]}
+        answer = pool.submit(server.post, "/v1/chat/completions", huge)
+        last = time.monotonic()
+        for line in stream.lines():
+            if line.startswith("data"):
+                gaps.append(time.monotonic() - last)
+                asked = last = time.monotonic()
+                assert server.get("/health")[0] == 200
+                pauses.append(time.monotonic() - asked)
+            if answer.done():
+                break
+    stream.close()
+    status, body = answer.result()
+    assert (status, bool(json.loads(body)["error"]["message"])) == (400 if num_chars < 2_000_000 else 413, True)
+    assert max(pauses) < 0.5
+    assert max(gaps) < 0.5

@@ -95,6 +95,8 @@ def test_continuing_cuts_after_the_final_message() -> None:
     assert render(turns, USER, final, continue_final_message=True) == "<user>hi</user><assistant>The answer "
     trimming = turns.replace("m.content", "m.content|trim")
     assert render(trimming, USER, final, continue_final_message=True) == "<user>hi</user><assistant>The answer"
+    twice = "{{ messages[1].content }}|{{ messages[1].content }}</end>"
+    assert render(twice, USER, final, continue_final_message=True) == "The answer |The answer "
     assert final["content"] == "The answer "
 
 

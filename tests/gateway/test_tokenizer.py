@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.tokenizer import INLINE_BYTES, Tokenizer
+from gateway.tokenizer import INLINE_BYTES, PromptTooLong, Tokenizer
 from protocol.bundle import BundleError
 from tests.gateway import vocabularies
 
@@ -25,9 +25,9 @@ def with_config(files: dict[str, str], **changes: object) -> dict[str, str]:
 async def test_special_tokens_are_added_only_when_asked() -> None:
     tokenizer = Tokenizer(vocabularies.byte_fallback())
     bos = tokenizer.token_id("<s>")
-    plain = await tokenizer.encode("hello", add_special_tokens=False)
+    plain = await tokenizer.encode("hello", add_special_tokens=False, most=4096)
     assert plain.tolist() == [tokenizer.token_id("▁hello")]
-    assert (await tokenizer.encode("hello", add_special_tokens=True)).tolist() == [bos, *plain]
+    assert (await tokenizer.encode("hello", add_special_tokens=True, most=4096)).tolist() == [bos, *plain]
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,14 @@ async def test_special_tokens_are_added_only_when_asked() -> None:
 )
 async def test_add_bos_token_wins_over_the_post_processor(add_bos_token: bool | None, begins_with_bos: bool) -> None:
     tokenizer = Tokenizer(with_config(vocabularies.byte_fallback(), add_bos_token=add_bos_token))
-    ids = await tokenizer.encode("hello", add_special_tokens=True)
+    ids = await tokenizer.encode("hello", add_special_tokens=True, most=4096)
     assert (ids[0] == tokenizer.token_id("<s>")) is begins_with_bos
     assert ids.tolist().count(1) == begins_with_bos
 
 
 async def test_add_bos_token_adds_what_no_post_processor_does() -> None:
     tokenizer = Tokenizer(with_config(vocabularies.byte_level(), add_bos_token=True, bos_token="<turn>"))
-    ids = await tokenizer.encode("a", add_special_tokens=True)
+    ids = await tokenizer.encode("a", add_special_tokens=True, most=4096)
     assert ids[0] == tokenizer.token_id("<turn>")
     assert len(ids) == 2
 
@@ -92,6 +92,14 @@ def test_unfit_files_are_refused_by_name(files: dict[str, str], reason: str) -> 
         Tokenizer(files)
 
 
+async def test_a_text_with_more_tokens_than_asked_for_is_counted() -> None:
+    tokenizer = Tokenizer(vocabularies.characters())
+    assert len(await tokenizer.encode("a" * 10, add_special_tokens=False, most=10)) == 10
+    with pytest.raises(PromptTooLong) as caught:
+        await tokenizer.encode("a" * 11, add_special_tokens=False, most=10)
+    assert caught.value.num_tokens == 11
+
+
 async def longest_pause(work: Callable[[], object]) -> float:
     """The longest time that the event loop did nothing else while `work` was awaited."""
     worst, last = 0.0, time.perf_counter()
@@ -107,7 +115,7 @@ async def test_long_texts_are_encoded_beside_the_event_loop() -> None:
     tokenizer = Tokenizer(vocabularies.byte_fallback())
     text = "hello " * (20 * INLINE_BYTES // 6)
     started = time.perf_counter()
-    pause = await longest_pause(lambda: tokenizer.encode(text, add_special_tokens=False))
+    pause = await longest_pause(lambda: tokenizer.encode(text, add_special_tokens=False, most=len(text)))
     assert pause < (time.perf_counter() - started) / 2
 
 
@@ -122,7 +130,7 @@ text = ModelText.from_files(vocabularies.byte_level())
 chat = parse_chat({"messages": [{"role": "user", "content": "hi"}]}, allow_unknown=False)
 rendered = asyncio.run(text.render(chat))
 assert rendered == "user: hi\\nassistant: ", rendered
-assert len(asyncio.run(text.tokenizer.encode(rendered, add_special_tokens=False))) == len(rendered)
+assert len(asyncio.run(text.tokenizer.encode(rendered, add_special_tokens=False, most=4096))) == len(rendered)
 print(*{"torch", "triton", "kernels", "transformers", "numpy", "engine"} & sys.modules.keys())
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -31,6 +31,8 @@ _SLICE_S = 0.004
 #: Pause after an engine refused a choice for want of room, and between looks at those that wait.
 _RETRY_S = 0.1
 
+_STOPPING = "the gateway is stopping; try again."
+
 #: Refusals that are about the engine and not about the choice, so that another try makes sense.
 _PASSING = {ErrorCode.OVERLOADED, ErrorCode.DRAINING, ErrorCode.DIGEST_MISMATCH, ErrorCode.NUMERICS_MISMATCH}
 
@@ -66,6 +68,7 @@ class Dispatcher:
         self._resumes = instruments.counter("resumes_total")
         self._on_crash = on_crash
         self._generations: weakref.WeakSet[Generation] = weakref.WeakSet()
+        self._is_closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._moving: list[Placement] = []
         self._mover: asyncio.Task[None] | None = None
@@ -82,12 +85,17 @@ class Dispatcher:
         seed = secrets.randbits(63) if request.seed is None else request.seed
         siblings = [Siblings() if request.n > 1 else None for _ in request.prompts]
         first, *rest = [
-            Placement(self, request, choice, choice_seed(seed, choice.index % request.n), siblings[prompt])
+            Placement(
+                self, request, choice, choice_seed(seed, choice.index % request.n), siblings[choice.index // request.n]
+            )
             for choice in generation.choices
-            for prompt in [choice.index // request.n]
         ]
         if not _is_settled(first):
-            first.submit(await self._seat(first, self._settings.credit_wait_s, patient=False))
+            seat = await self._seat(first, self._settings.credit_wait_s, patient=False)
+            if self._is_closed:
+                seat.connection.release(seat.handle)
+                raise Unavailable(_STOPPING)
+            first.submit(seat)
         self._generations.add(generation)
         if rest:
             # Only the first may be refused for want of room; the others wait for as long as it takes.
@@ -96,8 +104,10 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Fail what is still open with Unavailable, and wait for the tasks."""
+        self._is_closed = True
         for generation in list(self._generations):
-            generation.fail(Unavailable("the gateway is stopping; try again."))
+            generation.fail(Unavailable(_STOPPING))
+        self._router.dismiss_waiting(Unavailable(_STOPPING))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

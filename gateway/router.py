@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from gateway.bundles import BundleCache
 from gateway.connection import Connection, LinkFault
 from gateway.dealer import AddressError, CurveKeys
 from gateway.engines import EngineLink, LinkSettings, LinkState
-from gateway.errors import ModelNotFound, Overloaded, Unavailable
+from gateway.errors import GatewayError, ModelNotFound, Overloaded, Unavailable
 from protocol.messages import Serving
 from protocol.metrics import Instruments
 
@@ -62,8 +61,9 @@ class _Waiter:
 
 
 def stop_process() -> None:
-    """After a fault of our own: end, with what grace the server has, so that a new life can begin."""
-    os.kill(os.getpid(), signal.SIGTERM)
+    """After a fault of our own, which was logged: end at once and not with success. What state is
+    left cannot be trusted, and whoever supervises starts a new life."""
+    os._exit(1)
 
 
 class Router:
@@ -86,7 +86,7 @@ class Router:
         self._lines: dict[str, deque[_Waiter]] = {}
         self._known_models: set[str] = set()
         self._moved_at = -float("inf")
-        self._num_serving = 0
+        self._last_offers: list[Offer] = []
         self._watchers: list[Callable[[], None]] = []
 
     async def start(self) -> None:
@@ -197,9 +197,15 @@ class Router:
             self._give_up(waiter)
             raise
 
+    def dismiss_waiting(self, error: GatewayError) -> None:
+        """Raise `error` in everybody who waits for a seat."""
+        for waiter in [waiter for line in self._lines.values() for waiter in line]:
+            if not waiter.seat.done():
+                waiter.seat.set_exception(error)
+
     def _give_up(self, waiter: _Waiter) -> None:
         """Leave the line; a seat that came in the same moment goes to the next."""
-        if waiter.seat.done() and not waiter.seat.cancelled():
+        if waiter.seat.done() and not waiter.seat.cancelled() and waiter.seat.exception() is None:
             seat = waiter.seat.result()
             seat.connection.release(seat.handle)
         waiter.seat.cancel()
@@ -236,20 +242,19 @@ class Router:
     # --- told by the links -----------------------------------------------------------------------
 
     def watch(self, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever work may be placed that could not be placed before."""
+        """Call `callback` whenever other engines serve than before."""
         self._watchers.append(callback)
 
     def _changed(self) -> None:
-        num_serving = 0
-        for _, serving in self._offers():
-            num_serving += 1
-            self._known_models.add(serving.model)
-        if num_serving != self._num_serving:
-            self._num_serving = num_serving
-            self._serving_gauge.set(num_serving)
+        """Credit, or what is served, is not what it was."""
         self._serve_lines()
-        for callback in self._watchers:
-            callback()
+        offers = list(self._offers())
+        if offers != self._last_offers:
+            self._last_offers = offers
+            self._serving_gauge.set(len(offers))
+            self._known_models.update(serving.model for _, serving in offers)
+            for callback in self._watchers:
+                callback()
 
     def _may_move(self) -> bool:
         """At most one engine's streams are moved a second: if all stand still, the fault may be here."""

@@ -6,8 +6,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from gateway.engines import EngineLink, LinkSettings, LinkState
-from protocol.codec import decode_from_gateway, encode
+from protocol.codec import encode
 from protocol.messages import (
     Abort,
     AbortReason,
@@ -188,6 +190,17 @@ async def test_a_hung_engine_gets_no_work_between_welcome_and_its_first_beat(ipc
         assert engine.heard(Submit) == 0
 
 
+async def test_an_engine_that_takes_no_frames_is_left(ipc_address: str, tmp_path: Path) -> None:
+    async with ScriptedEngine(ipc_address) as engine, linked(ipc_address, cache_dir=tmp_path) as gateway:
+        await until(lambda: gateway.router.ready)
+        connection = only_link(gateway).connection
+        assert connection is not None
+        connection._send_frame = lambda _: False
+        await gateway.start()
+        assert (await engine.next(Submit)).resume
+        assert len(engine.peers) == 2
+
+
 async def test_one_engine_is_moved_a_second(short_dir: Path, tmp_path: Path) -> None:
     addresses = [f"ipc://{short_dir}/{number}.sock" for number in range(2)]
     async with (
@@ -207,15 +220,17 @@ async def test_one_engine_is_moved_a_second(short_dir: Path, tmp_path: Path) -> 
         assert time.monotonic() - began >= 0.9
 
 
-async def test_a_fault_of_our_own_is_told_loudly(ipc_address: str, tmp_path: Path) -> None:
+async def test_a_fault_of_our_own_is_told_loudly(
+    ipc_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with ScriptedEngine(ipc_address) as engine, linked(ipc_address, cache_dir=tmp_path) as gateway:
         await until(lambda: gateway.router.ready)
 
         def fail() -> None:
             raise RuntimeError("a fault of our own")
 
-        gateway.router.watch(fail)
+        monkeypatch.setattr(gateway.router, "_serve_lines", fail)
         await until(lambda: bool(gateway.crashes))
+        monkeypatch.undo()
         gateway.crashes.clear()
-        assert decode_from_gateway(encode(GatewayBeat(0)))
-        assert engine.peers
+        assert len(engine.peers) == 1

@@ -107,6 +107,15 @@ async def test_an_engines_error_reaches_the_reader(
             await next_delta(generation)
 
 
+async def test_what_makes_no_frame_is_a_bad_request(ipc_address: str, tmp_path: Path) -> None:
+    async with ScriptedEngine(ipc_address) as engine, linked(ipc_address, cache_dir=tmp_path) as gateway:
+        generation = await gateway.start(salt="\ud800")
+        with pytest.raises(BadRequest, match="SUBMIT"):
+            await next_delta(generation)
+        await gateway.start()
+        assert (await engine.next(Submit)).handle == 0, "its handle is free again"
+
+
 async def test_an_error_of_one_choice_ends_the_others(ipc_address: str, tmp_path: Path) -> None:
     async with ScriptedEngine(ipc_address) as engine, linked(ipc_address, cache_dir=tmp_path) as gateway:
         generation = await gateway.start(n=2)

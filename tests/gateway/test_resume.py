@@ -287,6 +287,38 @@ async def test_many_choices_move_without_holding_the_event_loop(short_dir: Path,
         generation.abort()
 
 
+async def test_a_fault_of_our_own_is_told_loudly(
+    ipc_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedEngine(ipc_address) as engine, linked(ipc_address, cache_dir=tmp_path) as gateway:
+        generation, _ = await started(gateway, engine, [0])
+
+        def fail(_: object) -> bool:
+            raise RuntimeError("a fault of our own")
+
+        monkeypatch.setattr(gateway.dispatcher, "_is_moved", fail)
+        engine.say_frame(BROKEN)
+        await until(lambda: bool(gateway.crashes))
+        gateway.crashes.clear()
+        generation.abort()
+
+
+async def test_close_while_a_request_waits_for_room(ipc_address: str, tmp_path: Path) -> None:
+    serving = replace(SERVING, grant_requests=1)
+    async with ScriptedEngine(ipc_address, serving) as engine, linked(ipc_address, cache_dir=tmp_path) as gateway:
+        generation, _ = await started(gateway, engine, [])
+        waiting = [asyncio.create_task(gateway.start()) for _ in range(2)]
+        await until(lambda: sum(len(line) for line in gateway.router._lines.values()) == 2)
+        await gateway.dispatcher.close()
+        for work in (*waiting, generation.next()):
+            with pytest.raises(Unavailable, match="the gateway is stopping"):
+                await work
+        await engine.end_aborted()
+        with pytest.raises(Unavailable, match="the gateway is stopping"):
+            await gateway.start()
+        assert engine.heard(Submit) == 0
+
+
 async def test_close_ends_what_is_open(ipc_address: str, tmp_path: Path) -> None:
     async with ScriptedEngine(ipc_address) as engine, linked(ipc_address, cache_dir=tmp_path) as gateway:
         generation, _ = await started(gateway, engine, [0])

@@ -42,7 +42,7 @@ async def prepare_chat(request: ChatRequest, serving: Serving, text: ModelText, 
             rendered, add_special_tokens=request.add_special_tokens, most=serving.context_length
         )
     except PromptTooLong as error:
-        raise _context_exceeded(error.num_tokens, request.options, "messages", serving) from None
+        raise _context_exceeded(error, request.options, "messages", serving) from None
     return _generation(request.options, (prompt_ids,), "messages", None, serving, text, call)
 
 
@@ -59,7 +59,7 @@ async def prepare_completion(
                 )
             prompts.append(prompt)
     except PromptTooLong as error:
-        raise _context_exceeded(error.num_tokens, request.options, "prompt", serving) from None
+        raise _context_exceeded(error, request.options, "prompt", serving) from None
     return _generation(request.options, tuple(prompts), "prompt", COMPLETION_MAX_TOKENS, serving, text, call)
 
 
@@ -132,14 +132,15 @@ def _max_tokens(options: Options, num_prompt: int, default: int | None, field: s
         return asked
     if asked is None and room > 0:
         return room if default is None else min(default, room)
-    raise _context_exceeded(num_prompt, options, field, serving)
+    raise _context_exceeded(PromptTooLong(num_prompt, exact=True), options, field, serving)
 
 
-def _context_exceeded(num_prompt: int, options: Options, field: str, serving: Serving) -> ContextLengthExceeded:
+def _context_exceeded(prompt: PromptTooLong, options: Options, field: str, serving: Serving) -> ContextLengthExceeded:
     """The error that says what does not fit, and what would."""
-    context = serving.context_length
+    context, num_prompt = serving.context_length, prompt.num_tokens
     name, asked = options.max_tokens_name, options.max_tokens
-    text = f"This model's context length is {context} tokens; the prompt has {num_prompt} tokens"
+    text = f"This model's context length is {context} tokens; the prompt has "
+    text += f"{'' if prompt.exact else 'at least '}{num_prompt} tokens"
     if asked is not None:
         text += f" and {name} is {asked}, together {num_prompt + asked}"
     if num_prompt < context:

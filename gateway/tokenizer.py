@@ -28,16 +28,24 @@ INLINE_BYTES = 64 * 1024
 #: Names by which chat templates know special tokens.
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+#: Of a text with more characters than this for each token there may be, the beginning is encoded
+#: first. English has 4 to 5 characters a token.
+_LONG_CHARS_PER_TOKEN = 8
+
+#: Where a text is cut, its last tokens may be others than in the whole text, and more of them.
+_CUT_TOKENS = 64
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHOR = "a"  # stands before a piece, so that decoders which treat a text's first piece apart do not
 
 
 class PromptTooLong(Exception):
-    """A text has more tokens than asked for."""
+    """A text has more tokens than asked for: `num_tokens`, or at least so many where it is not `exact`."""
 
-    def __init__(self, num_tokens: int) -> None:
-        super().__init__(f"the text has {num_tokens} tokens")
+    def __init__(self, num_tokens: int, *, exact: bool) -> None:
+        super().__init__(f"the text has {'' if exact else 'at least '}{num_tokens} tokens")
         self.num_tokens = num_tokens
+        self.exact = exact
 
 
 class Tokenizer:
@@ -89,9 +97,14 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool, most: int) -> array[int]:
         # `encode` holds the GIL throughout, `encode_batch_fast` does not: 580 kB of text stopped the
         # event loop for 470 ms and for 6 ms.
+        if len(text) > _LONG_CHARS_PER_TOKEN * most:
+            # Two megabytes take seconds and 150 MB; where their beginning is too long already, it is enough.
+            (head,) = self._backend.encode_batch_fast([text[: _LONG_CHARS_PER_TOKEN * most]], add_special_tokens=False)
+            if len(head) > most + _CUT_TOKENS:
+                raise PromptTooLong(len(head) - _CUT_TOKENS, exact=False)
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if len(encoding) > most:  # asked before the ids, whose list holds the GIL for 40 ms a million
-            raise PromptTooLong(len(encoding))
+            raise PromptTooLong(len(encoding), exact=True)
         ids = array(U32, encoding.ids)
         if add_special_tokens and self._bos_id is not None and isinstance(self._wants_bos, bool):
             has_bos = bool(ids) and ids[0] == self._bos_id

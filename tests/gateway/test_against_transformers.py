@@ -31,7 +31,8 @@ TOOLS: list[dict[str, Any]] = [
     {"role": "tool", "content": "3", "tool_call_id": "c"},
 ]
 SHOWS_ALL = (
-    "{{ bos_token }}{%- for m in messages %}\n  {{- m.role }}: {% if m.tool_calls %}{{ m.tool_calls | tojson(indent=1) }}{% endif %}\n"
+    "{{ bos_token }}{%- for m in messages %}\n  {{- m.role }}: "
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson(indent=1) }}{% endif %}\n"
     "  {%- if m.content is defined %}{{ m.content | trim }}{% endif %}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )

@@ -97,7 +97,16 @@ async def test_a_text_with_more_tokens_than_asked_for_is_counted() -> None:
     assert len(await tokenizer.encode("a" * 10, add_special_tokens=False, most=10)) == 10
     with pytest.raises(PromptTooLong) as caught:
         await tokenizer.encode("a" * 11, add_special_tokens=False, most=10)
-    assert caught.value.num_tokens == 11
+    assert (caught.value.num_tokens, caught.value.exact) == (11, True)
+
+
+async def test_of_a_hopeless_text_only_the_beginning_is_counted() -> None:
+    tokenizer = Tokenizer(vocabularies.characters())
+    with pytest.raises(PromptTooLong) as caught:
+        await tokenizer.encode("a" * 100_000, add_special_tokens=False, most=100)
+    assert (caught.value.num_tokens, caught.value.exact) == (736, False)
+    fallback = Tokenizer(vocabularies.byte_fallback())
+    assert len(await fallback.encode(" hello" * 100, add_special_tokens=False, most=101)) == 101
 
 
 async def longest_pause(work: Callable[[], object]) -> float:

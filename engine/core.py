@@ -45,12 +45,15 @@ class EngineCore:
 
     def run(self) -> None:
         """Step until drained. Raises what the runner raises: the device is lost."""
-        while not (self._draining and not self.scheduler.has_requests and not self._in_flight):
-            if not self.step():
-                self._inbox.wait()
+        while True:
+            if self.step():
+                continue
+            if self._draining:
+                return
+            self._inbox.wait()
 
     def step(self) -> bool:
-        """One turn; False when there was nothing to do, and nothing will be before something arrives."""
+        """One turn; False when no request is left and nothing will be to do before something arrives."""
         now = time.monotonic()
         arrived = self._drain_inbox(now)
         self.scheduler.expire(now)
@@ -67,7 +70,7 @@ class EngineCore:
             self._collect()
         elif events := self.scheduler.take_events():
             self._deliver(to_messages(self.scheduler.num_steps, events, None))
-        assert busy or not self.scheduler.num_waiting, "requests wait, and nothing runs"
+        assert busy or not self.scheduler.has_requests, "there are requests, and nothing runs"
         if arrived and not busy:
             self._publish(now)
         return busy

@@ -13,7 +13,7 @@ from engine.events import Ended, Entered, Event, Sampled
 from engine.plan import StepPlan
 from engine.request import RequestKey
 from engine.scheduler import Scheduler
-from protocol.messages import Finished, Submit, u32
+from protocol.messages import U16, Finished, Submit, u32
 from protocol.sampling import SamplingParams
 
 OWNER = 1
@@ -113,3 +113,7 @@ def alone(message: Submit, *, mean_length: int = 0) -> array[int]:
     heard = driver.add(plain)
     driver.run()
     return u32(heard.tokens)
+
+
+def u16(values: list[int]) -> array[int]:
+    return array(U16, values)

@@ -6,6 +6,8 @@ import asyncio
 from array import array
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.errors import EngineFailed
 from gateway.stream import Choice, Delta, Gap, Generation
@@ -274,3 +276,40 @@ async def test_next_is_safe_to_cancel() -> None:
 def test_choices_are_prompt_major() -> None:
     generation = Generation(request([1], [2, 3], n=2), ())
     assert [list(choice.prompt_ids) for choice in generation.choices] == [[1], [1], [2, 3], [2, 3]]
+
+
+@given(
+    ids=st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    stops=st.lists(st.text("abcd", min_size=1, max_size=4), max_size=3).map(tuple),
+    min_tokens=st.integers(0, 10),
+    data=st.data(),
+)
+async def test_how_tokens_come_and_are_read_changes_nothing(
+    ids: list[int], stops: tuple[str, ...], min_tokens: int, data: st.DataObject
+) -> None:
+    """Against the rule itself: the text up to the first stop string that is complete late enough."""
+    whole = "".join(chr(ord("a") + token) for token in ids)
+    ends = [
+        (end, end - len(stop), stop)
+        for stop in stops
+        for end in range(len(stop), len(whole) + 1)
+        if end >= min_tokens and whole[end - len(stop) : end] == stop
+    ]
+    num_tokens, length, matched = min(ends, default=(len(ids), len(whole), None))
+
+    generation, choice, _ = one(stop=stops, sampling=sampling(min_tokens=min_tokens))
+    got: list[Delta] = []
+    sent = 0
+    while sent < len(ids):
+        again = data.draw(st.integers(0, sent), "first index, known ones again")
+        sent = data.draw(st.integers(sent + 1, len(ids)), "end")
+        choice.push(again, u32(ids[again:sent]))
+        if data.draw(st.booleans(), "reads") and choice.in_mailbox:
+            got.append(await take(generation))
+    choice.finish(FinishReason.LENGTH, None)
+    got += [delta async for delta in generation]
+    assert "".join(delta.text for delta in got) == whole[:length]
+    assert [token for delta in got for token in delta.ids] == ids[:num_tokens]
+    assert got[-1].stop_reason == matched
+    assert got[-1].finish_reason is (FinishReason.LENGTH if matched is None else FinishReason.STOP)
+    assert [delta.finish_reason for delta in got[:-1]] == [None] * (len(got) - 1)

@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def serve(config: GatewayConfig, parent: Parent) -> int:
     """Serve in this process. Raises AddressError for an engine's address, OSError for the HTTP one."""
+    if config.workers_dir is not None:
+        workers.forget_dead(config.workers_dir)
     registry = CollectorRegistry()
     instruments = metrics.build(metrics.Owner.GATEWAY, registry)
     router = Router(config.router_settings(), instruments)

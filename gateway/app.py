@@ -11,13 +11,13 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import errors
 from gateway.config import BODY_BYTES_PER_TOKEN, MIN_BODY_LIMIT
-from gateway.errors import GatewayError, NotFound
+from gateway.errors import ClientLeft, GatewayError, NotFound
 from gateway.middleware import ApiKey, BodyLimit, RequestContext
 from gateway.routes.chat import create_chat_completion
 from gateway.routes.completions import create_completion
@@ -68,7 +68,11 @@ def create_app(
             *([Middleware(ApiKey, key=access.api_key)] if access.api_key else []),
             Middleware(BodyLimit, limit=body_limit),
         ],
-        exception_handlers={GatewayError: _gateway_error, HTTPException: _http_error},
+        exception_handlers={
+            GatewayError: _gateway_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _client_disconnect,
+        },
         lifespan=lifespan,
     )
     app.state.service = service
@@ -81,6 +85,10 @@ def create_app(
 async def _gateway_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, GatewayError)
     return errors.response(error)
+
+
+async def _client_disconnect(_request: Request, _error: Exception) -> Response:
+    return errors.response(ClientLeft("The client closed the connection before its body was whole."))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -12,6 +12,9 @@ import logging
 import signal
 import sys
 import tempfile
+from pathlib import Path
+
+from prometheus_client.multiprocess import mark_process_dead
 
 from gateway.config import GatewayConfig
 from gateway.server import listen
@@ -39,6 +42,17 @@ def run(config: GatewayConfig, parent: Parent) -> int:
             parent.give_up(str(error))
             return 1
     return 0
+
+
+def forget_dead(folder: str) -> None:
+    """Drop the gauges of workers that are gone, for a worker that starts: they would be shown for ever.
+
+    Counters and histograms stay, since sums must not fall.
+    """
+    for file in Path(folder).glob("gauge_live*_*.db"):
+        pid = int(file.stem.rpartition("_")[2])
+        if not Path(f"/proc/{pid}").exists():
+            mark_process_dead(pid, folder)  # type: ignore[no-untyped-call]
 
 
 async def _supervise(config: GatewayConfig, folder: str, parent: Parent) -> None:

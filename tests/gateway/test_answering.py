@@ -184,6 +184,17 @@ async def test_a_client_that_leaves_while_it_waits_for_room_cancels_the_wait() -
     assert cancelled.is_set()
 
 
+async def test_a_client_that_leaves_before_its_body_is_whole(caplog: pytest.LogCaptureFixture) -> None:
+    gateway = speaking("abc")
+    call = Call(gateway, {"prompt": "x"})
+    call.gone.set()
+    call._body = None
+    await call.task
+    assert call.status == 499
+    assert not [record for record in caplog.records if record.exc_info]
+    assert gateway.dispatcher.requests == []
+
+
 async def test_a_whole_answer_aborts_nothing() -> None:
     gateway = speaking("abc")
     for stream in (False, True):

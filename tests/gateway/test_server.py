@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import http.client
 import json
+import os
 import signal
 import socket
 import tempfile
@@ -18,7 +19,7 @@ import pytest
 
 from protocol.version import VERSION
 from tests.gateway.test_answering import events_of
-from tests.processes import Engine, Server, children_of, free_port
+from tests.processes import Engine, Server, children_of, command_line, free_port
 
 StartEngine = Callable[..., Engine]
 StartGateway = Callable[..., Server]
@@ -83,6 +84,12 @@ def engine_requests(port: int) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
 
 
+def metrics_folder(server: Server) -> Path:
+    """Where the workers of a gateway keep their metrics."""
+    (flag,) = [word for word in command_line(children_of(server.pid)[0]) if word.startswith("--workers-dir=")]
+    return Path(flag.partition("=")[2])
+
+
 def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -138,6 +145,15 @@ def test_chat_prompts_share_their_cached_tokens_in_the_usage(gateway: Server) ->
         cached.append(json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached[0] == 0
     assert cached[1] >= 96
+
+
+def test_echo_without_an_answer(gateway: Server) -> None:
+    status, body = gateway.post("/v1/completions", {"prompt": "just this", "echo": True, "max_tokens": 0})
+    assert status == 200
+    answer = json.loads(body)
+    assert answer["choices"][0]["text"] == "just this"
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
 
 
 def test_headers_of_a_stream(gateway: Server) -> None:
@@ -238,6 +254,12 @@ def test_workers_share_the_port_and_add_up_their_metrics(
     lines = [json.loads(line) for line in server.output().splitlines() if line.startswith("{")]
     served_by = {line["pid"] for line in lines if line["event"] == "request" and line["path"] == "/v1/completions"}
     assert served_by == set(workers)
+    os.kill(workers[0], signal.SIGKILL)
+    until(lambda: len(set(children_of(server.pid)) - set(workers)) == 1)
+    until(lambda: all(server.get("/ready")[0] == 200 for _ in range(8)), timeout_s=30)
+    assert [metric(server, "request_success_total") for _ in range(6)] == [40] * 6
+    folder, living = metrics_folder(server), {str(pid) for pid in children_of(server.pid)}
+    until(lambda: {path.stem.rpartition("_")[2] for path in folder.glob("gauge_live*")} == living, timeout_s=30)
     assert server.terminate() == 0
 
 

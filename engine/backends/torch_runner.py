@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +24,7 @@ from engine.models import family_of
 from engine.models.decoder import Decoder
 from engine.models.spec import ConfigFields, Family, ModelSpec
 from engine.plan import ModelInfo, Progress, StepPlan, StepResult
-from engine.quant.unquantized import Unquantized
+from engine.quant import LinearMethod, method_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -49,6 +50,40 @@ class RunnerConfig(Protocol):
     def cache_dir(self) -> Path: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A model folder, read and checked as far as that goes without reading weights."""
+
+    folder: ModelFolder
+    family: Family
+    spec: ModelSpec
+    method: LinearMethod
+    checkpoint: Checkpoint
+    tokenizer: bytes
+    eos_ids: tuple[int, ...]
+    generation_defaults: dict[str, object]
+
+    @classmethod
+    def read(cls, model: str | None) -> _Source:
+        if model is None:
+            raise ModelError("no model is named; give its folder as --model.")
+        folder = ModelFolder(Path(model))
+        config = folder.read_object("config.json")
+        generation = read_generation_config(folder)
+        family = family_of(config.get("architectures"))
+        spec = family.spec(ConfigFields(config))
+        return cls(
+            folder=folder,
+            family=family,
+            spec=spec,
+            method=method_of(config),
+            checkpoint=Checkpoint(folder),
+            tokenizer=tokenizer_bundle(folder),
+            eos_ids=eos_ids(generation, config, spec.vocab_size),
+            generation_defaults=generation_defaults(generation),
+        )
+
+
 class TorchRunner:
     """`engine.plan.Runner` for model folders of the registered families, on the CPU."""
 
@@ -65,13 +100,8 @@ class TorchRunner:
         config = self._config
         progress("preparing kernels", 0, 0)
         _start_kernels(config)
-        folder = ModelFolder(Path(_required(config.model)))
-        values = folder.read_object("config.json")
-        family = family_of(values.get("architectures"))
-        spec = family.spec(ConfigFields(values))
-        checkpoint = Checkpoint(folder)
-        tokenizer = tokenizer_bundle(folder)
-        generation = read_generation_config(folder)
+        source = _Source.read(config.model)
+        spec, checkpoint = source.spec, source.checkpoint
         stored = _DTYPES[_dtype_name(config.dtype, spec, checkpoint.entries)]
         # The CPU computes float16 in float32: only the weights stay as small as they are.
         active = torch.float32 if stored is torch.float16 else stored
@@ -82,34 +112,28 @@ class TorchRunner:
         kv = plan_kv(
             spec, block_size=config.block_size, dtype=active, memory_bytes=memory_bytes, context_length=context_length
         )
-        method = Unquantized()
         reader = WeightReader(checkpoint, stored, progress)
-        model = Decoder(spec, family.names, reader=reader, method=method, dtype=active, num_positions=context_length)
-        reader.finish(_unused(spec, family))
+        model = Decoder(
+            spec,
+            source.family.names,
+            reader=reader,
+            method=source.method,
+            dtype=active,
+            num_positions=context_length,
+        )
+        reader.finish(_unused(spec, source.family))
         self._runner = ModelRunner(model, kv, max_num_seqs=config.max_num_seqs, context_length=context_length)
-        digest = model_digest(folder, tokenizer, checkpoint)
+        digest = model_digest(source.folder, source.tokenizer, checkpoint)
         return ModelInfo(
             digest=digest,
-            numerics=numerics_hash(
-                {
-                    "digest": digest,
-                    "dtype": str(active),
-                    "weights": f"{method.name} {stored}",
-                    "kernels": kernels.numerics_name(),
-                    "kv_dtype": str(kv.dtype),
-                    "tensor_parallel_size": 1,
-                    "device": f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-                    "torch": torch.__version__,
-                    "reproducible": True,
-                }
-            ),
+            numerics=_numerics(digest, source.method, stored=stored, active=active, kv=kv.dtype),
             vocab_size=spec.vocab_size,
             context_length=context_length,
             block_size=kv.block_size,
             num_blocks=kv.num_blocks,
-            eos_ids=eos_ids(generation, values, spec.vocab_size),
-            generation_defaults=generation_defaults(generation),
-            bundle=tokenizer,
+            eos_ids=source.eos_ids,
+            generation_defaults=source.generation_defaults,
+            bundle=source.tokenizer,
         )
 
     def launch(self, plan: StepPlan) -> None:
@@ -138,12 +162,6 @@ def _start_kernels(config: RunnerConfig) -> None:
     kernels.self_check()
 
 
-def _required(model: str | None) -> str:
-    if model is None:
-        raise ModelError("no model is named; give its folder as --model.")
-    return model
-
-
 def _dtype_name(asked: str, spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> str:
     """`asked`, or for "auto" what the config says, or else what most of the weights are stored in."""
     if asked != "auto":
@@ -167,3 +185,19 @@ def _context_length(asked: int | None, spec: ModelSpec) -> int:
 def _unused(spec: ModelSpec, family: Family) -> tuple[str, ...]:
     """Endings of tensors that may be left over: a tied head is sometimes stored all the same."""
     return (*family.ignored, f"{family.names.head}.weight") if spec.tied_head else family.ignored
+
+
+def _numerics(digest: str, method: LinearMethod, *, stored: torch.dtype, active: torch.dtype, kv: torch.dtype) -> str:
+    return numerics_hash(
+        {
+            "digest": digest,
+            "dtype": str(active),
+            "weights": f"{method.name} {stored}",
+            "kernels": kernels.numerics_name(),
+            "kv_dtype": str(kv),
+            "tensor_parallel_size": 1,
+            "device": f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            "torch": torch.__version__,
+            "reproducible": True,
+        }
+    )

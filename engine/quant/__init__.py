@@ -6,12 +6,14 @@ file here and touches no model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from engine.loading.store import ModelError
 from engine.loading.weights import WeightReader
 
 
@@ -40,3 +42,26 @@ class LinearMethod(Protocol):
     def load(self, reader: WeightReader, parts: Sequence[LinearPart]) -> LinearWeight:
         """One weight whose output is that of the parts side by side. Raises ModelError."""
         ...
+
+
+#: `quantization_config.quant_method` in config.json to the class; None is a checkpoint without one.
+METHODS: dict[str | None, str] = {
+    None: "engine.quant.unquantized:Unquantized",
+}
+
+
+def method_of(config: Mapping[str, object]) -> LinearMethod:
+    """The storage format of a checkpoint by its config.json. Raises ModelError naming what is supported."""
+    described = config.get("quantization_config")
+    name = None
+    if described is not None:
+        name = str(described.get("quant_method", "unnamed")) if isinstance(described, Mapping) else "unnamed"
+    if name not in METHODS:
+        supported = ", ".join(sorted(known for known in METHODS if known is not None))
+        raise ModelError(
+            f"config.json: quantization_config is of the method {name!r}; supported here: "
+            f"{supported or 'unquantized checkpoints only'}."
+        )
+    module, attribute = METHODS[name].split(":")
+    method: LinearMethod = getattr(importlib.import_module(module), attribute)()
+    return method

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -30,7 +31,7 @@ def settings(tiny_models: Path, tmp_path: Path, kernel_cache: Path) -> Settings:
     return Settings(str(tmp_path / "model"), cache_dir=kernel_cache)
 
 
-def edit(settings: Settings, name: str, change: Callable[[dict[str, object]], None]) -> None:
+def edit(settings: Settings, name: str, change: Callable[[dict[str, Any]], object]) -> None:
     path = Path(settings.model or "") / name
     values = json.loads(path.read_text()) if path.exists() else {}
     change(values)
@@ -138,6 +139,8 @@ def test_old_rotary_buffers_are_ignored(settings: Settings) -> None:
         ("intermediate_size", 111, r"mlp.gate_proj.weight has the shape \[112, 64\]"),
         ("tie_word_embeddings", False, "hold no lm_head.weight"),
         ("attention_bias", True, "hold no model.layers.0.self_attn.q_proj.bias"),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "method 'gptq'; supported here: unquantized"),
+        ("quantization_config", {"bits": 4}, "method 'unnamed'"),
         ("architectures", ["OPTForCausalLM"], "OPTForCausalLM.* supported here: LlamaForCausalLM"),
     ],
 )

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from engine.config import EngineConfig
 from engine.loading.demo import NAME as DEMO_MODEL
 from engine.loading.demo import ensure_demo_model
-from engine.loading.store import ModelError
+from engine.loading.store import ModelError, ModelFolder
 from gateway.config import GatewayConfig
 from protocol import logs
 from protocol.config import Positional, Settings, Shown, child_environ
@@ -34,6 +34,9 @@ from protocol.process import Progress
 from protocol.supervisor import ChildFailed, Program, Supervisor
 
 log = logging.getLogger(__name__)
+
+#: The backend that takes a model's folder.
+_OURS = "torch_runner"
 
 _READY_POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0
@@ -73,15 +76,18 @@ class PortUnavailable(Exception):
 
 
 class ProgressBar:
-    """Shows how far a start is: one bar, redrawn; nothing where stderr is no terminal."""
+    """Shows how far the first start is: one bar, redrawn; nothing where stderr is no terminal."""
 
     def __init__(self) -> None:
         self._bar: tqdm | None = None
         self._phase = ""
+        self._closed = False
 
     def __call__(self, phase: str, done: int, total: int) -> None:
+        if self._closed:  # later starts are told by the log
+            return
         if self._bar is None or phase != self._phase:
-            self.close()
+            self._clear()
             self._phase = phase
             self._bar = tqdm(
                 desc=phase,
@@ -99,6 +105,10 @@ class ProgressBar:
         self(step.phase, step.done, step.total)
 
     def close(self) -> None:
+        self._closed = True
+        self._clear()
+
+    def _clear(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -110,10 +120,8 @@ def main(argv: Sequence[str]) -> int:
     bar = ProgressBar()
     try:
         config = config.model_copy(update={"port": available_port(config.host, config.port)})
-        if config.model is None and config.backend == "torch_runner":
-            model = ensure_demo_model(config.cache_dir, bar)
-            name = config.served_model_name or DEMO_MODEL
-            config = config.model_copy(update={"model": str(model), "served_model_name": name})
+        if config.backend == _OURS:
+            config = with_model(config, bar)
         return asyncio.run(serve(config, bar))
     except (PortUnavailable, ModelError, ChildFailed) as error:
         bar.close()
@@ -123,6 +131,16 @@ def main(argv: Sequence[str]) -> int:
         return _INTERRUPTED
     finally:
         bar.close()
+
+
+def with_model(config: ServeConfig, bar: ProgressBar) -> ServeConfig:
+    """`config` with a model that is there: the one named, else the demo model. Raises ModelError."""
+    if config.model is not None:
+        ModelFolder(Path(config.model))  # else the engine would find out, five starts long
+        return config
+    model = ensure_demo_model(config.cache_dir, bar)
+    name = config.served_model_name or DEMO_MODEL
+    return config.model_copy(update={"model": str(model), "served_model_name": name})
 
 
 async def serve(config: ServeConfig, bar: ProgressBar) -> int:

@@ -184,6 +184,16 @@ def test_a_taken_port_is_refused_before_anything_is_started(start_serve: StartSe
     )
 
 
+def test_a_folder_without_a_model_is_refused_before_anything_is_started(
+    start_serve: StartServe, tmp_path: Path
+) -> None:
+    server = start_serve(str(tmp_path))
+    assert server.wait() == 1
+    assert server.output() == (
+        f"sluicegate serve: {tmp_path} has no config.json; name a folder in the Hugging Face layout.\n"
+    )
+
+
 def test_a_wrong_option_names_the_nearest(start_serve: StartServe) -> None:
     server = start_serve("--backend=fake", "--max-num-seq=4")
     assert server.wait() == 2
@@ -286,6 +296,9 @@ def test_the_bar_draws_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     bar.show("engine", Progress("preparing kernels", 0, 0))
     bar.show("engine", Progress("loading weights", 5_000_000, 20_000_000))
     bar.close()
+    drawn = terminal.getvalue()
+    bar.show("engine", Progress("loading weights of the next life", 0, 0))
+    assert terminal.getvalue() == drawn
     assert "preparing kernels ..." in terminal.getvalue()
     assert "loading weights:  25%|" in terminal.getvalue()
     assert "| 5.00M/20.0M [" in terminal.getvalue()

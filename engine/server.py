@@ -297,7 +297,7 @@ def _bind(socket: zmq.Socket[bytes], listen: str, curve: CurveKeys | None, high_
     try:
         socket.bind(listen)
     except zmq.ZMQError as error:
-        raise ListenError(f"--listen {listen}: {error.strerror}.") from error
+        raise ListenError(f"--listen {listen}: {zmq.strerror(error.errno or 0)}.") from error
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 

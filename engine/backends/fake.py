@@ -73,7 +73,7 @@ class FakeRunner:
         self._step_s = config.fake_step_ms / 1e3
         self._token_s = config.fake_token_us / 1e6
         self._mean_length = config.fake_mean_length
-        self._pool: list[list[int]] = []  # [num_blocks][block_size], 0 where nothing was written
+        self._pool: list[list[int]] = []  # [num_blocks][positions written]
         self._slots: dict[int, _Slot] = {}
         self._launched: deque[_Launched] = deque()
         self._busy_until = 0.0
@@ -88,7 +88,7 @@ class FakeRunner:
         progress("weights", parts, parts)
         if config.fake_step_log is not None:
             self._log = config.fake_step_log.open("a", buffering=1)
-        self._pool = [[0] * self._block_size for _ in range(config.fake_num_blocks)]
+        self._pool = [[] for _ in range(config.fake_num_blocks)]
         identity = f"fake {FAKE_NUMERICS} mean_length={self._mean_length}"
         context_length = config.max_model_len or DEFAULT_CONTEXT
         return ModelInfo(
@@ -161,9 +161,18 @@ class FakeRunner:
         for position, token in enumerate(ids, entry.start):
             before = self._read(slot, position - 1) if position else 0
             state = mix(before, token)
-            self._pool[slot.table[position // size]][position % size] = state
+            self._write(step, slot.table[position // size], position % size, state)
             slot.states.append(state)
         return slot
+
+    def _write(self, step: int, block: int, offset: int, state: int) -> None:
+        """A block is written front to back; whoever writes its front has it to himself."""
+        content = self._pool[block]
+        if offset == 0:
+            content.clear()
+        if len(content) != offset:
+            raise PlanError(f"step {step}: block {block} is written at {offset} and holds {len(content)} positions")
+        content.append(state)
 
     def _verify(self, step: int, slot: _Slot) -> None:
         """The pool must hold what was computed for this prefix, in every block."""
@@ -173,7 +182,10 @@ class FakeRunner:
             raise PlanError(f"step {step}: a block of slot {slot.entered.slot} holds another prefix")
 
     def _read(self, slot: _Slot, position: int) -> int:
-        return self._pool[slot.table[position // self._block_size]][position % self._block_size]
+        """Fake KV at a position, 0 where nothing was written."""
+        content = self._pool[slot.table[position // self._block_size]]
+        offset = position % self._block_size
+        return content[offset] if offset < len(content) else 0
 
     def _sample(self, slot: _Slot) -> int:
         """The token after the slot's last position."""

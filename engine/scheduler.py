@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config import Resolved
 from engine.events import Ended, Entered, Event, Sampled
@@ -371,11 +371,15 @@ def _group(request: Request) -> tuple[int, int]:
 
 
 def _slot_state(request: Request) -> SlotState:
+    sampling = request.submit.sampling
+    if sampling.logprobs == 0:
+        # The wire carries at least one alternative beside the token's own logprob.
+        sampling = replace(sampling, logprobs=1)
     return SlotState(
         slot=request.slot,
         prompt_ids=request.ids[: request.num_prompt],
         generated_ids=request.ids[request.num_prompt :],
-        sampling=request.submit.sampling,
+        sampling=sampling,
         seed=request.submit.seed,
-        masked_until_min=tuple(sorted(request.stop_ids)) if request.submit.sampling.min_tokens else (),
+        masked_until_min=tuple(sorted(request.stop_ids)) if sampling.min_tokens else (),
     )

@@ -368,6 +368,23 @@ def test_logits_that_are_not_finite_end_only_their_request():
     assert len(good.tokens) == 3
 
 
+def test_logprobs_zero_asks_the_device_for_the_one_alternative_that_the_wire_carries():
+    driver = Driver()
+    for handle, logprobs in enumerate((None, 0, 5)):
+        driver.add(submit(handle, max_tokens=1, logprobs=logprobs))
+    driver.turn()
+    assert [state.sampling.logprobs for state in driver.plans[0].entered] == [None, 1, 5]
+
+
+def test_min_tokens_masks_the_stop_ids_of_the_request():
+    driver = Driver()
+    driver.add(submit(0, max_tokens=9, stop_token_ids=(7,)))
+    driver.add(submit(1, max_tokens=9, stop_token_ids=(7,), min_tokens=3))
+    driver.add(submit(2, max_tokens=9, stop_token_ids=(7,), min_tokens=3, ignore_eos=True))
+    driver.turn()
+    assert [state.masked_until_min for state in driver.plans[0].entered] == [(), (7, 256, 258), (7,)]
+
+
 def test_a_newcomer_leaves_a_spare_block_to_each_that_runs():
     driver = Driver(fake_num_blocks=6, enable_prefix_caching=False)
     driver.add(submit(1, b"x" * 30, max_tokens=3))

@@ -55,12 +55,11 @@ class RequestContext:
 
         try:
             await self._app(scope, receive, send_with_id)
-        except Exception as error:
+        except Exception:
             log.exception("request_crashed", extra={"request_id": request_id, "path": scope["path"]})
             if status:
                 raise  # the answer has begun: the server closes the connection
             await errors.response(errors.INTERNAL)(scope, receive, send_with_id)
-            del error
         finally:
             if status >= 400:
                 self._measures.error(status)

@@ -72,10 +72,6 @@ class Texts:
         # A client that leaves must not end the load for the others.
         return await asyncio.shield(load)
 
-    def loaded(self, serving: Serving) -> bool:
-        load = self._loads.get(serving.bundle)
-        return load is not None and load.done() and not load.cancelled() and load.exception() is None
-
     async def close(self) -> None:
         for load in self._loads.values():
             load.cancel()

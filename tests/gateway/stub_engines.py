@@ -38,7 +38,7 @@ class StubRouter:
     """Serves `models`, all with the same bundle."""
 
     def __init__(self, blob: bytes, serving: Serving) -> None:
-        self._blob = blob
+        self.blob = blob
         self.served = {serving.model: serving}
         self.num_fetches = 0
 
@@ -64,8 +64,8 @@ class StubRouter:
 
     async def fetch_bundle(self, sha256: str) -> bytes:
         self.num_fetches += 1
-        assert sha256 == bundle.sha256(self._blob)
-        return self._blob
+        assert sha256 == bundle.sha256(self.blob)
+        return self.blob
 
 
 class StubDispatcher:

@@ -70,6 +70,14 @@ def test_token_bytes_of_words_bytes_and_nothing() -> None:
     assert tokenizer.token_bytes(skip_special_tokens=True)[1] == b""
 
 
+def test_an_added_token_outside_the_byte_alphabet_is_its_text() -> None:
+    files = vocabularies.byte_level()
+    content = json.loads(files["tokenizer.json"])
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": 258, "content": "two words", "special": False})
+    tokenizer = Tokenizer(files | {"tokenizer.json": json.dumps(content)})
+    assert tokenizer.token_bytes(skip_special_tokens=True)[258] == b"two words"
+
+
 def test_without_a_decoder_tokens_are_words() -> None:
     files = vocabularies.characters()
     files["tokenizer.json"] = json.dumps(json.loads(files["tokenizer.json"]) | {"decoder": None})

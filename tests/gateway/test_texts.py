@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from gateway.errors import Unavailable
+from gateway.router import Router
+from gateway.schemas import parse_chat
+from gateway.texts import Texts
+from gateway.tokenizer import INLINE_BYTES
+from protocol import bundle
+from tests.gateway import vocabularies
+from tests.gateway.stub_engines import StubGateway, StubRouter
+
+
+def texts_of(router: StubRouter) -> Texts:
+    return Texts(cast(Router, router))
+
+
+async def test_a_bundle_is_loaded_once_for_all_who_wait() -> None:
+    gateway = StubGateway(vocabularies.characters())
+    texts = texts_of(gateway.router)
+    first, second = await asyncio.gather(texts.get(gateway.serving), texts.get(gateway.serving))
+    assert first is second is await texts.get(gateway.serving)
+    assert gateway.router.num_fetches == 1
+    await texts.close()
+
+
+async def test_who_gives_up_waiting_does_not_end_the_load() -> None:
+    gateway = StubGateway(vocabularies.characters())
+    texts = texts_of(gateway.router)
+    impatient = asyncio.create_task(texts.get(gateway.serving))
+    await asyncio.sleep(0)
+    impatient.cancel()
+    assert await texts.get(gateway.serving) is not None
+    assert gateway.router.num_fetches == 1
+    await texts.close()
+
+
+async def test_a_load_that_failed_is_tried_again() -> None:
+    gateway = StubGateway(vocabularies.characters())
+    texts = texts_of(gateway.router)
+    fetch = gateway.router.fetch_bundle
+
+    async def fail(_sha256: str) -> bytes:
+        raise Unavailable("not now")
+
+    gateway.router.fetch_bundle = fail  # type: ignore[method-assign]
+    with pytest.raises(Unavailable, match="not now"):
+        await texts.get(gateway.serving)
+    gateway.router.fetch_bundle = fetch  # type: ignore[method-assign]
+    assert await texts.get(gateway.serving) is not None
+    await texts.close()
+
+
+async def test_unfit_files_make_the_model_unavailable() -> None:
+    blob = bundle.pack({"tokenizer.json": "{}"})
+    serving = replace(StubGateway(vocabularies.characters()).serving, bundle=bundle.sha256(blob))
+    texts = texts_of(StubRouter(blob, serving))
+    with pytest.raises(Unavailable, match=r"tokenizer files are unfit: tokenizer\.json cannot be read"):
+        await texts.get(serving)
+    await texts.close()
+
+
+async def test_bundles_of_models_that_are_gone_are_dropped() -> None:
+    gateway = StubGateway(vocabularies.characters())
+    texts = texts_of(gateway.router)
+    old = await texts.get(gateway.serving)
+    blob = bundle.pack(vocabularies.byte_level())
+    newer = StubRouter(blob, replace(gateway.serving, bundle=bundle.sha256(blob)))
+    gateway.router.served, gateway.router.blob = newer.served, blob
+    assert await texts.get(newer.models()[0]) is not old
+    assert list(texts._loads) == [bundle.sha256(blob)]
+    await texts.close()
+
+
+async def test_a_long_chat_is_rendered_in_a_thread_to_the_same_text() -> None:
+    text = StubGateway(vocabularies.characters()).text
+    messages = [{"role": "user", "content": "a" * (INLINE_BYTES + 1)}]
+    rendered = await text.render(parse_chat({"messages": messages}, allow_unknown=False))
+    assert rendered == f"user: {'a' * (INLINE_BYTES + 1)}\nassistant: "

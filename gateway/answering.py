@@ -80,16 +80,23 @@ async def _streamed(request: Request, generation: Generation, reply: Reply, meas
                     yield event
             yield reply.last_events()
         except GatewayError as error:
-            shared = service(request)
-            shared.measures.error(errors.answer(error).status)
-            log.warning("stream_failed", extra={"request_id": request.state.request_id, "error": type(error).__name__})
-            yield error_event(errors.body(error))
+            yield _failed(request, error)
+        except Exception:
+            log.exception("stream_crashed", extra={"request_id": request.state.request_id})
+            yield _failed(request, errors.INTERNAL)
 
     def end() -> None:
         generation.abort()
         measure.finish(generation)
 
     return EventStream(events(), end)
+
+
+def _failed(request: Request, error: GatewayError) -> bytes:
+    """The event of an error that came too late for a status."""
+    service(request).measures.error(errors.answer(error).status)
+    log.warning("stream_failed", extra={"request_id": request.state.request_id, "error": type(error).__name__})
+    return error_event(errors.body(error))
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -11,6 +11,7 @@ import pytest
 
 from gateway import answering
 from gateway.errors import EngineFailed, GatewayError
+from gateway.replies import CompletionReply
 from gateway.stream import GenerationRequest
 from protocol.messages import AbortReason
 from tests.gateway import vocabularies
@@ -123,6 +124,20 @@ async def test_i6_an_error_after_the_first_token_is_an_event_and_the_end() -> No
         "error": {"message": "out of luck", "type": "server_error", "param": None, "code": "engine_failed"}
     }
     assert call.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+async def test_an_unforeseen_error_in_a_stream_is_an_event_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def crash(_reply: CompletionReply) -> bytes:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(CompletionReply, "last_events", crash)
+    call = Call(speaking("ab"), {"prompt": "x", "stream": True})
+    await call.task
+    assert events_of(call.body)[-1]["error"]["type"] == "server_error"
+    assert "secret" not in call.body
+    assert "stream_crashed" in [record.message for record in caplog.records]
 
 
 async def test_the_first_keep_alive_sends_the_headers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import os
 import secrets
 import socket as sockets
@@ -185,7 +186,7 @@ class Server:
         reception = self._reception
         next_tick = time.monotonic()
         while True:
-            until_tick = max(0, round((next_tick - time.monotonic()) * 1000))
+            until_tick = max(0, math.ceil((next_tick - time.monotonic()) * 1000))
             ready = dict(poller.poll(min(RETRY_MS, until_tick) if reception.is_stuck else until_tick))
             if self._socket in ready:
                 self._receive()

@@ -61,6 +61,13 @@ class Peer:
                     return message
         raise AssertionError(f"no {kind.__name__} within {timeout_s} s; heard {self.heard[-5:]}")
 
+    def hear_all(self) -> None:
+        """Read what has arrived."""
+        while self.socket.poll(0):
+            message = decode_from_engine(self.socket.recv())
+            if message is not None:
+                self.heard.append(message)
+
     def greet(self) -> Serving:
         """Hello, and wait until the engine serves."""
         self.say(Hello((1, 0), Role.GATEWAY, "peer", "test"))

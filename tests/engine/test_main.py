@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -17,7 +19,7 @@ import zmq
 from protocol.messages import EngineBeat, ErrorCode, FinishReason, Hello, Phase, Role, Step, Welcome, u32
 from tests.engine.control import alone, submit
 from tests.engine.peer import Peer
-from tests.processes import Engine, free_port
+from tests.processes import ROOT, Engine, free_port
 
 Context = zmq.Context[zmq.Socket[bytes]]
 StartEngine = Callable[..., Engine]
@@ -168,6 +170,43 @@ def test_what_stops_it_from_starting(start_engine: StartEngine, flags: tuple[str
     assert engine.wait(timeout_s=30.0) == status
     assert text in engine.output()
     assert "Traceback" not in engine.output()
+
+
+BROKEN = """
+import sys
+from engine import backends
+from engine.__main__ import main
+from engine.backends.fake import FakeRunner
+
+class BrokenRunner(FakeRunner):
+    def collect(self):
+        result = super().collect()
+        if result.step == 3:
+            raise RuntimeError("the device is lost")
+        return result
+
+backends.BUILT_IN["broken"] = "__main__:BrokenRunner"
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_lost_device_ends_the_process_and_its_gateways_see_it_at_once(ipc_address: str, context: Context):
+    command = [sys.executable, "-c", BROKEN, "--backend=broken", f"--listen={ipc_address}"]
+    with (
+        subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as engine,
+        Peer(context, ipc_address) as peer,
+    ):
+        peer.greet()
+        with peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+            peer.say(submit(1, max_tokens=50))
+            assert monitor.poll(5_000)
+            peer.socket.disable_monitor()
+        _, errors = engine.communicate(timeout=10)
+        assert engine.returncode == 1
+        assert "RuntimeError: the device is lost" in errors
+        peer.hear_all()
+        assert len(peer.tokens(1)) == 2  # what had been made was told
+        assert not peer.finished
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """A model's tokenizer, built from its bundle: text to ids, and each id to its bytes.
 
-The `tokenizers` library alone, not transformers: the same `tokenizer.json` gives the same ids, in
-30 MB and 0.7 s less a process. What transformers adds on top and a prompt depends on is here: the
-special tokens by name (`special_tokens`, for chat templates) and an explicit `add_bos_token`.
+The `tokenizers` library itself reads `tokenizer.json`: transformers 5 rebuilds the pre-tokenizer
+of tokenizers that name a class, and its ids then differ from the file's for some texts. What a
+prompt depends on beside the file is here: the special tokens by name (`special_tokens`, for chat
+templates) and an explicit `add_bos_token`.
 
 Text is made from bytes (`token_bytes`): a token of a byte-level or byte-fallback vocabulary may
 be a part of a character, so only joined bytes can be decoded.

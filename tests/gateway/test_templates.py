@@ -7,7 +7,6 @@ import pytest
 
 from gateway.errors import BadRequest
 from gateway.templates import ChatTemplate, Message, parsed_arguments
-from protocol.bundle import BundleError
 from tests.gateway.vocabularies import PLAIN_TEMPLATE
 
 USER: Message = {"role": "user", "content": "hi"}
@@ -95,8 +94,6 @@ def test_continuing_cuts_after_the_final_message() -> None:
     assert render(turns, USER, final, continue_final_message=True) == "<user>hi</user><assistant>The answer "
     trimming = turns.replace("m.content", "m.content|trim")
     assert render(trimming, USER, final, continue_final_message=True) == "<user>hi</user><assistant>The answer"
-    twice = "{{ messages[1].content }}|{{ messages[1].content }}</end>"
-    assert render(twice, USER, final, continue_final_message=True) == "The answer |The answer "
     assert final["content"] == "The answer "
 
 
@@ -121,9 +118,9 @@ def test_a_model_without_a_template_says_so() -> None:
         render(ChatTemplate({}, {}, {}))
 
 
-def test_a_template_that_is_no_jinja_is_an_unfit_bundle() -> None:
-    with pytest.raises(BundleError, match=r"not valid Jinja \(line 2\)"):
-        ChatTemplate({"chat_template.jinja": "\n{% if %}"}, {}, {})
+def test_a_template_that_is_no_jinja_says_so() -> None:
+    with pytest.raises(BadRequest, match="Expected an expression"):
+        render("\n{% if %}")
 
 
 def test_a_template_knows_the_developer_role_when_it_names_it() -> None:

@@ -114,13 +114,14 @@ public:
         state.clear(rows_, p_.value_dim);
         const int64_t end = std::min((split + 1) * SPLIT, tile_.high + 1);
         for (int64_t key = std::max(split * SPLIT, tile_.low / TILE * TILE); key < end; key += TILE) {
+            locate(key);
             score_rows(key);
             for (int64_t first = 0; first < tile_.count;) {
                 // Queries that see the same part of this tile go on together; all do, but at the edges.
                 const auto [begin, stop] = seen(tile_.token + first, key);
                 int64_t next = first + 1;
                 while (next < tile_.count && seen(tile_.token + next, key) == std::pair(begin, stop)) next++;
-                if (begin < stop) add_values(first * group_, next * group_, key, begin, stop, state);
+                if (begin < stop) add_values(first * group_, next * group_, begin, stop, state);
                 first = next;
             }
         }
@@ -164,34 +165,33 @@ private:
         return {begin, std::clamp<int64_t>(p_.positions[token] + 1 - key, begin, TILE)};
     }
 
-    const C* keys(int64_t key) const {
-        const int64_t at = (table_[key / p_.block_size] * p_.num_kv_heads + kv_head_) * p_.head_dim;
-        return static_cast<const C*>(p_.k_cache) + at * p_.block_size + key % p_.block_size;
+    // Where the groups of 16 keys of the tile at `key` lie; a group is within one block. Groups that no
+    // row sees may be in no block, and are not looked up.
+    void locate(int64_t key) {
+        for (int64_t group = 0; group < TILE / GROUP; group++, key += GROUP) {
+            if (key + GROUP <= tile_.low || key > tile_.high) continue;
+            const int64_t offset = key % p_.block_size;
+            const int64_t at = table_[key / p_.block_size] * p_.num_kv_heads + kv_head_;
+            keys_[group] = static_cast<const C*>(p_.k_cache) + at * p_.head_dim * p_.block_size + offset;
+            values_[group] = static_cast<const C*>(p_.v_cache) + (at * p_.block_size + offset) * p_.value_dim;
+        }
     }
 
-    const C* values(int64_t key) const {
-        const int64_t at = (table_[key / p_.block_size] * p_.num_kv_heads + kv_head_) * p_.block_size;
-        return static_cast<const C*>(p_.v_cache) + (at + key % p_.block_size) * p_.value_dim;
-    }
-
-    // Products of all rows with the tile's keys, by groups of 16 keys; groups past `high` are not read.
+    // Products of all rows with the keys of the tile at `key` that any row sees, by groups of 16.
     void score_rows(int64_t key) {
-        const int64_t begin = std::max(key, tile_.low / GROUP * GROUP);
-        const int64_t end = std::min(key + TILE, tile_.high + 1);
-        const C* panels[TILE / GROUP];
-        int64_t num_panels = 0;
-        for (int64_t k = begin; k < end; k += GROUP) panels[num_panels++] = keys(k);
+        const int64_t first = std::max<int64_t>(0, (tile_.low - key) / GROUP);
+        const int64_t last = std::min(TILE - 1, tile_.high - key) / GROUP;
         for_row_tiles(0, rows_, [&](int64_t row, auto rows) {
             constexpr int ROWS = decltype(rows)::value;
             constexpr int AT_ONCE = std::min<int>(panels_of(ROWS), TILE / GROUP);
             const float* queries = &queries_[row * p_.head_dim];
-            float* scores = &scores_[row * TILE + begin - key];
-            int64_t panel = 0;
-            for (; panel + AT_ONCE <= num_panels; panel += AT_ONCE)
-                score_panels<ROWS, AT_ONCE>(queries, panels + panel, scores + panel * GROUP);
+            float* scores = &scores_[row * TILE];
+            int64_t group = first;
+            for (; group + AT_ONCE <= last + 1; group += AT_ONCE)
+                score_panels<ROWS, AT_ONCE>(queries, keys_ + group, scores + group * GROUP);
             if constexpr (AT_ONCE > 1)
-                for (; panel < num_panels; panel++)
-                    score_panels<ROWS, 1>(queries, panels + panel, scores + panel * GROUP);
+                for (; group <= last; group++)
+                    score_panels<ROWS, 1>(queries, keys_ + group, scores + group * GROUP);
         });
     }
 
@@ -205,8 +205,8 @@ private:
             for (int c = 0; c < PANELS * PARTS; c++) store(scores + r * TILE + c * LANES, acc[r][c]);
     }
 
-    // Rows [first, last) take keys [begin, end) of the tile at `key` into their softmax.
-    void add_values(int64_t first, int64_t last, int64_t key, int64_t begin, int64_t end, State& state) {
+    // Rows [first, last) take keys [begin, end) of the tile into their softmax.
+    void add_values(int64_t first, int64_t last, int64_t begin, int64_t end, State& state) {
         for (int64_t row = first; row < last; row++)
             weigh(&scores_[row * TILE], begin, end, p_.soft_cap, state.top[row], state.total[row], decay_[row]);
         for_row_tiles(first, last, [&](int64_t row, auto rows) {
@@ -214,24 +214,24 @@ private:
             constexpr int AT_ONCE = std::min(panels_of(ROWS), 4);
             int64_t d = 0;
             for (; d + AT_ONCE * GROUP <= p_.value_dim; d += AT_ONCE * GROUP)
-                value_panels<ROWS, AT_ONCE>(row, d, key, begin, end, state);
+                value_panels<ROWS, AT_ONCE>(row, d, begin, end, state);
             if constexpr (AT_ONCE > 1)
-                for (; d < p_.value_dim; d += GROUP) value_panels<ROWS, 1>(row, d, key, begin, end, state);
+                for (; d < p_.value_dim; d += GROUP) value_panels<ROWS, 1>(row, d, begin, end, state);
         });
     }
 
     template <int ROWS, int PANELS>
-    void value_panels(int64_t row, int64_t d, int64_t key, int64_t begin, int64_t end, State& state) {
+    void value_panels(int64_t row, int64_t d, int64_t begin, int64_t end, State& state) {
         float* out = state.out + row * p_.value_dim + d;
         vf acc[ROWS][PANELS * PARTS];
         for (int r = 0; r < ROWS; r++)
             for (int c = 0; c < PANELS * PARTS; c++)
                 acc[r][c] = load(out + r * p_.value_dim + c * LANES) * decay_[row + r];
         while (begin < end) {
-            // Values are contiguous within a block only.
-            const int64_t run = std::min(end - begin, p_.block_size - (key + begin) % p_.block_size);
+            const int64_t run = std::min(end - begin, GROUP - begin % GROUP);
             const C* panels[PANELS];
-            for (int p = 0; p < PANELS; p++) panels[p] = values(key + begin) + d + p * GROUP;
+            for (int p = 0; p < PANELS; p++)
+                panels[p] = values_[begin / GROUP] + begin % GROUP * p_.value_dim + d + p * GROUP;
             multiply<ROWS, PANELS, 0, C>(&scores_[row * TILE + begin], TILE, panels, p_.value_dim, run, acc);
             begin += run;
         }
@@ -260,6 +260,7 @@ private:
     const int64_t kv_head_, group_, rows_;
     const int32_t* const table_;
     std::vector<float> queries_, scores_, decay_;
+    const C *keys_[TILE / GROUP] = {}, *values_[TILE / GROUP] = {};
 };
 
 }  // namespace sluicegate

@@ -1,9 +1,10 @@
 // y = x W^T + b for weights packed in panels of 16 output columns: [ceil(N / 16)][K][16], padded with zeros.
 //
-// A weight is read once for each row tile, straight from memory for the first and from cache after it,
-// and widened in registers. Cutting K into cache blocks did not pay here (K up to 1536, measured).
+// A panel is read from memory once, by the first row tile of a block of rows, and from cache after it.
+// Cutting K into cache blocks as well did not pay (measured, K up to 1536).
 #include <algorithm>
 #include <array>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -47,30 +48,46 @@ void finish(const Output& out, int64_t row, int64_t panel, vf* acc) {
 constexpr int PREFETCH = 2048;
 
 template <int ROWS, int PANELS, class T>
-void tile(const float* x, int64_t depth, const T* weight, int64_t row, int64_t panel, const Output& out) {
+void tile(const float* x, int64_t depth, const T* weight, const Output& out, int64_t row, int64_t panel) {
     const T* panels[PANELS];
-    for (int p = 0; p < PANELS; p++) panels[p] = weight + (panel + p) * depth * GROUP;
+    for (int p = 0; p < PANELS; p++) panels[p] = weight + p * depth * GROUP;
     vf acc[ROWS][PANELS * PARTS] = {};
     multiply<ROWS, PANELS, PREFETCH, T>(x + row * depth, depth, panels, GROUP, depth, acc);
     for (int r = 0; r < ROWS; r++)
         for (int p = 0; p < PANELS; p++) finish(out, row + r, panel + p, acc[r] + p * PARTS);
 }
 
+// Rows [row, row + ROWS) times the `count` panels that lie at `weight`, for output panels from `panel` on.
 template <int ROWS, class T>
-void tiles_of(const float* x, int64_t depth, const T* weight, int64_t row, int64_t panel, int64_t end,
-              const Output& out) {
+void tiles_of(const float* x, int64_t depth, const T* weight, const Output& out, int64_t row, int64_t panel,
+              int64_t count) {
     constexpr int AT_ONCE = panels_of(ROWS);
-    for (; panel + AT_ONCE <= end; panel += AT_ONCE) tile<ROWS, AT_ONCE, T>(x, depth, weight, row, panel, out);
+    int64_t p = 0;
+    for (; p + AT_ONCE <= count; p += AT_ONCE)
+        tile<ROWS, AT_ONCE, T>(x, depth, weight + p * depth * GROUP, out, row, panel + p);
     if constexpr (AT_ONCE > 1)
-        for (; panel < end; panel++) tile<ROWS, 1, T>(x, depth, weight, row, panel, out);
+        for (; p < count; p++) tile<ROWS, 1, T>(x, depth, weight + p * depth * GROUP, out, row, panel + p);
 }
 
 template <class T>
-using TilesOf = void (*)(const float*, int64_t, const T*, int64_t, int64_t, int64_t, const Output&);
+using TilesOf = void (*)(const float*, int64_t, const T*, const Output&, int64_t, int64_t, int64_t);
 
 template <class T, int... ROWS>
 constexpr std::array<TilesOf<T>, sizeof...(ROWS)> tiles_table(std::integer_sequence<int, ROWS...>) {
     return {tiles_of<ROWS + 1, T>...};
+}
+
+// All rows of a block times the panels at `weight`, in tiles of almost equal height: 8 rows as 4 + 4
+// keep the units busier than 6 + 2.
+template <class T>
+void row_tiles(const float* x, int64_t depth, const T* weight, const Output& out, int64_t first_row, int64_t rows,
+               int64_t panel, int64_t count) {
+    static constexpr auto table = tiles_table<T>(std::make_integer_sequence<int, MAX_ROWS>());
+    const int64_t num_tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    for (int64_t t = 0; t < num_tiles; t++) {
+        const int64_t row = rows * t / num_tiles, height = rows * (t + 1) / num_tiles - row;
+        table[height - 1](x, depth, weight, out, first_row + row, panel, count);
+    }
 }
 
 // Rows of x that stay in the second-level cache while the panels of a task pass over them.
@@ -79,25 +96,30 @@ int64_t rows_at_once(int64_t depth) {
     return std::max<int64_t>(rows, 4 * MAX_ROWS);
 }
 
+// With so many row tiles it pays to widen a panel once for all of them, if it then stays in the cache.
+constexpr int64_t WIDEN_ROWS = 4 * MAX_ROWS, MAX_WIDENED = 256 * 1024 / sizeof(float);
+
 template <class T>
 void product(const float* x, int64_t num_rows, int64_t depth, const T* weight, const Output& out) {
-    static constexpr auto table = tiles_table<T>(std::make_integer_sequence<int, MAX_ROWS>());
-    const int64_t num_panels = (out.columns + GROUP - 1) / GROUP;
+    const int64_t num_panels = (out.columns + GROUP - 1) / GROUP, panel_size = depth * GROUP;
     const int64_t block = rows_at_once(depth);
     // Some 8 tasks a thread, so that one thread held up does not hold up the call; whole tiles each.
     constexpr int64_t LEAST = panels_of(1);
     const int64_t share = num_panels / (8 * num_threads()) / LEAST * LEAST;
     parallel_ranges(num_panels, std::clamp<int64_t>(share, LEAST, 64), [&](int64_t begin, int64_t end) {
+        thread_local std::vector<float> wide;
         for (int64_t from = 0; from < num_rows; from += block) {
             const int64_t rows = std::min(block, num_rows - from);
-            const int64_t num_tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
-            const int step = panels_of((int)(rows / num_tiles));
+            const int64_t step = panels_of((int)std::min<int64_t>(rows, MAX_ROWS));
             for (int64_t panel = begin; panel < end; panel += step) {
-                const int64_t stop = std::min(panel + step, end);
-                // Tiles of almost equal height: 8 rows as 4 + 4 keep the units busier than 6 + 2.
-                for (int64_t t = 0; t < num_tiles; t++) {
-                    const int64_t row = rows * t / num_tiles, next = rows * (t + 1) / num_tiles;
-                    table[next - row - 1](x, depth, weight, from + row, panel, stop, out);
+                const int64_t count = std::min(step, end - panel), size = count * panel_size;
+                const T* panels = weight + panel * panel_size;
+                if (std::is_same_v<T, float> || rows < WIDEN_ROWS || size > MAX_WIDENED) {
+                    row_tiles(x, depth, panels, out, from, rows, panel, count);
+                } else {
+                    if ((int64_t)wide.size() < size) wide.resize(size);
+                    for (int64_t i = 0; i < size; i += LANES) store(&wide[i], load(panels + i));
+                    row_tiles(x, depth, wide.data(), out, from, rows, panel, count);
                 }
             }
         }

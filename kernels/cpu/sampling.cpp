@@ -94,14 +94,20 @@ void rank_most_likely(const float* row, int64_t size, float top, int64_t count, 
     std::sort(found.begin(), found.end());
 }
 
-// Cuts ranked tokens after the one with which their probability, of `total`, reaches top_p. False
-// when all of them together do not reach it.
-bool cut_top_p(std::vector<Ranked>& ranked, float top, float top_p, double total) {
-    double before = 0;
-    for (size_t i = 0; i < ranked.size(); i++) {
-        before += exp(ranked[i].value - top);
-        if (before >= (double)top_p * total) {
-            ranked.resize(i + 1);
+// Puts the most likely of `tokens` in order, up to the one with which their probability, of `total`,
+// reaches top_p, and drops the others. False when all of them together do not reach it. Orders a few
+// at a time: seldom more are needed, and a flat row has tens of thousands.
+bool keep_top_p(std::vector<Ranked>& tokens, float top, float top_p, double total) {
+    double reached = 0;
+    auto from = tokens.begin();
+    for (int64_t stretch = 64; from != tokens.end(); stretch *= 4) {
+        const auto to = from + std::min<int64_t>(stretch, tokens.end() - from);
+        if (to != tokens.end()) std::nth_element(from, to, tokens.end());
+        std::sort(from, to);
+        for (; from != to; ++from) {
+            reached += exp(from->value - top);
+            if (reached < (double)top_p * total) continue;
+            tokens.erase(from + 1, tokens.end());
             return true;
         }
     }
@@ -122,13 +128,12 @@ void filter(const float* row, int64_t size, float top, const Filters& filters, s
         rank_most_likely(row, size, top, filters.top_k, kept);
         double total = 0;
         for (const Ranked& token : kept) total += exp(token.value - top);
-        if (filters.top_p < 1) cut_top_p(kept, top, filters.top_p, total);
+        if (filters.top_p < 1) keep_top_p(kept, top, filters.top_p, total);
     } else if (filters.top_p < 1) {
         const double total = sum_exp(row, size, top);
         for (const float depth : DEPTHS) {
             collect(row, size, top - depth, kept);
-            std::sort(kept.begin(), kept.end());
-            if (cut_top_p(kept, top, filters.top_p, total)) break;
+            if (keep_top_p(kept, top, filters.top_p, total)) break;
         }
     } else {
         // e^-87 is the least that is not 0.

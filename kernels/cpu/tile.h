@@ -5,15 +5,15 @@
 
 namespace sluicegate {
 
-// Most rows a tile has: accumulators, one panel's columns and one broadcast fill the registers
-// (16 of AVX2: 6 * 2 + 2 + 1; 32 of AVX-512: 12 * 2 + 2 + 1).
-constexpr int MAX_ROWS = LANES == 8 ? 6 : 12;
+// Most rows a tile has. More would need more pointers to rows than there are registers for addresses.
+constexpr int MAX_ROWS = 6;
 
-// Panels a tile of `rows` rows takes at once. Each accumulator is a chain of dependent operations: it
-// takes at least 8 of them to hide the latency of one.
+// Panels a tile of `rows` rows takes at once: its accumulators and what it multiplies just fit the
+// registers (16 of AVX2, 32 of AVX-512). Each accumulator is a chain of dependent operations; it takes
+// at least 8 of them to hide the latency of one.
 constexpr int panels_of(int rows) {
     if (LANES == 8) return rows == 1 ? 6 : rows == 2 ? 3 : rows == 3 ? 2 : 1;
-    return rows == 1 ? 8 : rows <= 6 ? 4 : 2;
+    return rows <= 3 ? 8 : rows == 4 ? 6 : 4;
 }
 
 // Without being told, the compiler leaves some of these loops rolled and the accumulators in memory.

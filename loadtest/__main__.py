@@ -9,14 +9,16 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Any
 
-import orjson
 import uvloop
 
+from loadtest import trials
+from loadtest.arguments import json_object, natural, positive, positive_int, share
 from loadtest.bench import BenchConfig, BenchError, bench
 from loadtest.client import Endpoint
 from loadtest.load import ClosedLoop, Limits, Load, OpenLoop
 from loadtest.report import draw, markdown
 from loadtest.result import BadResult, read_result, to_json, write_result
+from loadtest.servers import ServerFailed, TrialError
 from loadtest.workload import WORKLOADS, Workload
 
 DEFAULT_RATE = 1.0
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = arguments.pop(0) if arguments and arguments[0] in _COMMANDS else "run"
     try:
         return _COMMANDS[command](arguments)
-    except (BenchError, BadResult, OSError) as error:
+    except (BenchError, BadResult, TrialError, ServerFailed, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -73,7 +75,12 @@ def _report(arguments: list[str]) -> int:
     return 0
 
 
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {"run": _run, "report": _report}
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "run": _run,
+    "report": _report,
+    "kill": trials.kill,
+    "soak": trials.soak,
+}
 
 
 def _config(options: argparse.Namespace) -> BenchConfig:
@@ -141,7 +148,7 @@ def _run_parser() -> argparse.ArgumentParser:
     _add_request_options(parser)
     parser.add_argument(
         "--server-pid",
-        type=_positive_int,
+        type=positive_int,
         action="append",
         default=[],
         metavar="PID",
@@ -155,11 +162,11 @@ def _run_parser() -> argparse.ArgumentParser:
 def _add_workload_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is asked", "Sizes in tokens; defaults come from the workload.")
     group.add_argument("--workload", choices=list(WORKLOADS), default="chat", help="default: chat")
-    group.add_argument("--prompt-tokens", type=_positive_int, metavar="N", help="mean, without the shared prefix")
-    group.add_argument("--output-tokens", type=_positive_int, metavar="N", help="mean")
-    group.add_argument("--spread", type=_share, metavar="S", help="sizes are even in mean · (1 ± S), 0 ≤ S < 1")
-    group.add_argument("--prefix-tokens", type=_natural, metavar="N", help="length of the shared prefix")
-    group.add_argument("--num-prefixes", type=_positive_int, metavar="N", help="different prefixes, taken in turn")
+    group.add_argument("--prompt-tokens", type=positive_int, metavar="N", help="mean, without the shared prefix")
+    group.add_argument("--output-tokens", type=positive_int, metavar="N", help="mean")
+    group.add_argument("--spread", type=share, metavar="S", help="sizes are even in mean · (1 ± S), 0 ≤ S < 1")
+    group.add_argument("--prefix-tokens", type=natural, metavar="N", help="length of the shared prefix")
+    group.add_argument("--num-prefixes", type=positive_int, metavar="N", help="different prefixes, taken in turn")
     group.add_argument(
         "--seed",
         type=int,
@@ -172,23 +179,23 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
     loop = group.add_mutually_exclusive_group()
     loop.add_argument(
         "--rate",
-        type=_positive,
+        type=positive,
         metavar="R",
         help=(f"open loop: requests per second on average, Poisson; default: {DEFAULT_RATE:g}"),
     )
-    loop.add_argument("--concurrency", type=_positive_int, metavar="N", help="closed loop: requests at a time")
-    group.add_argument("--burst-size", type=_positive_int, metavar="N", help="open loop: so many arrive at once")
+    loop.add_argument("--concurrency", type=positive_int, metavar="N", help="closed loop: requests at a time")
+    group.add_argument("--burst-size", type=positive_int, metavar="N", help="open loop: so many arrive at once")
     group.add_argument(
         "--num-requests",
-        type=_positive_int,
+        type=positive_int,
         metavar="N",
         help=(f"per repeat; default: {DEFAULT_NUM_REQUESTS}, without limit if --duration is given"),
     )
-    group.add_argument("--duration", type=_positive, metavar="S", help="no new requests after so many seconds")
-    group.add_argument("--repeats", type=_positive_int, default=1, metavar="N", help="runs, each with its own seed")
+    group.add_argument("--duration", type=positive, metavar="S", help="no new requests after so many seconds")
+    group.add_argument("--repeats", type=positive_int, default=1, metavar="N", help="runs, each with its own seed")
     group.add_argument(
         "--warmup",
-        type=_natural,
+        type=natural,
         default=4,
         metavar="N",
         help=("unmeasured requests before the first run, all at once; default: 4"),
@@ -203,45 +210,11 @@ def _add_request_options(parser: argparse.ArgumentParser) -> None:
         default=True,
         help=("ask for outputs of full length, if the server knows the field"),
     )
-    group.add_argument("--extra-body", type=_json_object, default={}, metavar="JSON", help="merged into each request")
-    group.add_argument("--timeout", type=_positive, default=300.0, metavar="S", help="of one request; default: 300")
+    group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="merged into each request")
+    group.add_argument("--timeout", type=positive, default=300.0, metavar="S", help="of one request; default: 300")
     group.add_argument(
         "--keep-alive", action=argparse.BooleanOptionalAction, default=True, help=("use connections again")
     )
-
-
-def _positive_int(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return value
-
-
-def _natural(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 0")
-    return value
-
-
-def _positive(text: str) -> float:
-    if not 0 < (value := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0 and finite")
-    return value
-
-
-def _share(text: str) -> float:
-    if not 0 <= (value := float(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 0 and below 1")
-    return value
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object, such as '{\"temperature\": 0.9}'")
-    return value
 
 
 if __name__ == "__main__":

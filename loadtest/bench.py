@@ -50,7 +50,7 @@ class BenchConfig:
 
 async def bench(config: BenchConfig, api_key: str | None, command: list[str]) -> Result:
     """Runs the whole measurement. Raises BenchError if the server cannot be asked at all."""
-    _raise_file_limit()
+    raise_file_limit()
     try:
         http_client = HttpClient(config.url, api_key=api_key, keep_alive=config.keep_alive)
     except ValueError as error:
@@ -76,7 +76,7 @@ async def bench(config: BenchConfig, api_key: str | None, command: list[str]) ->
     )
 
 
-def _raise_file_limit() -> None:
+def raise_file_limit() -> None:
     """To what the system allows: a stream is a file, and the usual limit of 1024 would show as failed connections."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

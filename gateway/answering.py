@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive
 
 from gateway import errors
-from gateway.errors import ClientLeft, GatewayError
+from gateway.errors import GatewayError
+from gateway.leaving import unless_left
 from gateway.measures import RequestMeasure
 from gateway.replies import Reply
 from gateway.service import service
-from gateway.sse import KEEP_ALIVE, KEEP_ALIVE_S, EventStream, error_event
+from gateway.sse import KEEP_ALIVE, KEEP_ALIVE_S, EventStream, Write, error_event
 from gateway.stream import Delta, Generation, GenerationRequest
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 #: Makes the reply of a generation that has begun.
 MakeReply = Callable[[Generation], Reply]
@@ -67,29 +64,29 @@ async def _streamed(request: Request, generation: Generation, reply: Reply, meas
 
     delta = await unless_left(request.receive, first())
 
-    async def events() -> AsyncIterator[bytes]:
+    async def produce(write: Write) -> None:
         try:
             if delta is None:
-                yield KEEP_ALIVE
+                await write(KEEP_ALIVE)
             else:
                 measure.streamed(delta)
-                yield reply.events(delta)
-            async for later in generation:
+                await write(reply.events(delta))
+            while (later := await generation.next()) is not None:
                 measure.streamed(later)
-                if event := reply.events(later):
-                    yield event
-            yield reply.last_events()
+                if events := reply.events(later):
+                    await write(events)
+            await write(reply.last_events())
         except GatewayError as error:
-            yield _failed(request, error)
+            await write(_failed(request, error))
         except Exception:
             log.exception("stream_crashed", extra={"request_id": request.state.request_id})
-            yield _failed(request, errors.INTERNAL)
+            await write(_failed(request, errors.INTERNAL))
 
     def end() -> None:
         generation.abort()
         measure.finish(generation)
 
-    return EventStream(events(), end)
+    return EventStream(produce, end)
 
 
 def _failed(request: Request, error: GatewayError) -> bytes:
@@ -97,24 +94,3 @@ def _failed(request: Request, error: GatewayError) -> bytes:
     service(request).measures.error(errors.answer(error).status)
     log.warning("stream_failed", extra={"request_id": request.state.request_id, "error": type(error).__name__})
     return error_event(errors.body(error))
-
-
-async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves first: ClientLeft is raised then."""
-    working = asyncio.create_task(work, name="answer")
-    leaving = asyncio.create_task(_left(receive), name="client-left")
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientLeft("The client closed the connection.")
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.wait({working, leaving})
-
-
-async def _left(receive: Receive) -> None:
-    """Returns when the client has left; the body has been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

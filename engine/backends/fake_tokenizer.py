@@ -1,6 +1,7 @@
-"""The fake backend's tokenizer: token i below 256 is byte i, then a few special tokens.
+"""The fake backend's tokenizer: token i below 256 is byte i, then a few special tokens and a long word.
 
-Every token is one byte, so a text has as many tokens as bytes, and any bytes can be produced.
+A prompt has as many tokens as bytes, and any bytes can be produced. The word is never encoded and
+only sampled when asked for: it is a token as long as those of large vocabularies.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from protocol import bundle
 
 END_OF_TEXT, TURN_START, TURN_END = 256, 257, 258
 SPECIAL_TOKENS = {END_OF_TEXT: "<|endoftext|>", TURN_START: "<|im_start|>", TURN_END: "<|im_end|>"}
-VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+LONG_WORD = 259
+LONG_WORD_TEXT = " implementation"  # 15 bytes
+VOCAB_SIZE = 260
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -35,6 +38,13 @@ def byte_characters() -> list[str]:
             characters.append(chr(spare))
             spare += 1
     return characters
+
+
+def vocabulary() -> dict[str, int]:
+    characters = byte_characters()
+    word = "".join(characters[byte] for byte in LONG_WORD_TEXT.encode())
+    # Special tokens that the model's vocabulary lacks would be numbered anew, after its last.
+    return {text: token for token, text in (*enumerate(characters), *SPECIAL_TOKENS.items(), (LONG_WORD, word))}
 
 
 def tokenizer() -> dict[str, object]:
@@ -69,7 +79,7 @@ def tokenizer() -> dict[str, object]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": {character: byte for byte, character in enumerate(byte_characters())},
+            "vocab": vocabulary(),
             "merges": [],
         },
     }

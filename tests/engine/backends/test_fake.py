@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 
 import pytest
+from tokenizers import Tokenizer
 
 from engine.backends import BUILT_IN, UnknownBackend, create, fake_tokenizer
 from engine.backends.fake import FakeRunner, PlanError
@@ -197,6 +199,15 @@ def test_byte_characters_are_those_of_byte_level_vocabularies():
     characters = fake_tokenizer.byte_characters()
     assert len(set(characters)) == 256
     assert (characters[ord("a")], characters[ord(" ")], characters[ord("\n")], characters[0]) == ("a", "Ġ", "Ċ", "Ā")
+
+
+def test_special_tokens_and_the_long_word_keep_their_numbers():
+    tokenizer = Tokenizer.from_str(json.dumps(fake_tokenizer.tokenizer()))
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+    for token, text in fake_tokenizer.SPECIAL_TOKENS.items():
+        assert tokenizer.encode(text).ids == [token]
+    assert tokenizer.decode([fake_tokenizer.LONG_WORD]) == fake_tokenizer.LONG_WORD_TEXT == " implementation"
+    assert tokenizer.encode(" implementation").ids == list(b" implementation")
 
 
 def test_backends_are_found_by_name():

@@ -191,20 +191,27 @@ class EngineLink:
 
     def _complaint(self, connection: Connection, now: float) -> str | None:
         """Why the engine counts as lost though its connection stands, if it does."""
-        if now - connection.heard_at > self._settings.silence_s:
-            return f"silent for {now - connection.heard_at:.1f} s"
+        silent_s = now - connection.heard_at
+        if silent_s > self._settings.silence_s:
+            return f"silent for {silent_s:.1f} s"
         serving, beat = connection.serving, connection.beat
-        if connection.num_streams and serving is not None and beat is not None and self._is_hung(serving, beat):
-            return f"no step finished for {beat.step_age_ms / 1000:.1f} s"
+        if not connection.num_streams or serving is None or beat is None:
+            return None
+        # Who has our work and is silent finishes no steps either: as from a process that was stopped.
+        if self._is_hung(serving, beat) or silent_s > self._hang_limit_s(serving, beat):
+            return f"no step finished for {beat.step_age_ms / 1000:.1f} s, and silent for {silent_s:.1f} s"
         return None
 
     def _is_hung(self, serving: Serving, beat: EngineBeat) -> bool:
         """The hung rule: work to do, and no step finished for too long."""
-        limit_ms = float(serving.hang_timeout_ms)
-        if self._settings.hang_timeout_s is not None:
-            limit_ms = min(limit_ms, self._settings.hang_timeout_s * 1000)
         has_work = beat.running > 0 or beat.waiting > 0
-        return has_work and beat.step_age_ms > max(limit_ms, 8 * beat.longest_step_ms)
+        return has_work and beat.step_age_ms / 1000 > self._hang_limit_s(serving, beat)
+
+    def _hang_limit_s(self, serving: Serving, beat: EngineBeat) -> float:
+        limit_s = serving.hang_timeout_ms / 1000
+        if self._settings.hang_timeout_s is not None:
+            limit_s = min(limit_s, self._settings.hang_timeout_s)
+        return max(limit_s, 8 * beat.longest_step_ms / 1000)
 
     # --- told by the dealer ----------------------------------------------------------------------
 

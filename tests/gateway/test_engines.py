@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -174,6 +175,27 @@ async def test_the_streams_of_a_hung_engine_are_moved_and_it_gets_none_until_it_
             await until(lambda: gateway.router._links[0].state is LinkState.HUNG)
             hanging.beat = IDLE
             await until(lambda: gateway.router._links[0].state is LinkState.SERVING)
+
+
+async def test_a_stopped_engine_with_work_is_left_after_the_hang_timeout(ipc_address: str, tmp_path: Path) -> None:
+    link = LinkSettings(beat_s=BEAT_S, hang_timeout_s=0.6, silence_s=60)
+    async with ScriptedEngine(ipc_address) as engine, linked(ipc_address, cache_dir=tmp_path, link=link) as gateway:
+        await until(lambda: gateway.router.ready)
+        engine.beats = False
+        await asyncio.sleep(0.8)
+        assert len(engine.peers) == 1, "without work silence is borne for longer"
+        engine.beats = True
+        generation = await gateway.start()
+        submit = await engine.next(Submit)
+        engine.say_step({submit.handle: (0, [0])})
+        assert (await next_delta(generation)).text == "a"
+        stopped = time.monotonic()
+        engine.beats = False
+        await until(lambda: len(engine.peers) == 2)
+        assert 0.55 < time.monotonic() - stopped < 2  # from its last beat on
+        engine.beats = True
+        resumed = await engine.next(Submit)
+        assert (resumed.resume, list(resumed.generated_ids)) == (True, [0])
 
 
 async def test_a_hung_engine_gets_no_work_between_welcome_and_its_first_beat(ipc_address: str, tmp_path: Path) -> None:

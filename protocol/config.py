@@ -339,8 +339,9 @@ def _explain(error: ValidationError, options: Mapping[str, Option], given: Mappi
         text = problem["msg"].removeprefix("Value error, ").rstrip(".")
         if problem["type"] == "missing":
             lines.append(f"{options[name].flag} is required: {options[name].help}")
-        elif name in given and not options[name].secret:
-            lines.append(f"{given[name].source}: {text}; got {given[name].value!r}.")
-        else:
-            lines.append(f"{given[name].source if name in given else name}: {text}.".removeprefix(": "))
+        elif name in given:
+            value = "" if options[name].secret else f"; got {given[name].value!r}"
+            lines.append(f"{given[name].source}: {text}{value}.")
+        else:  # a rule that joins several options: its text names them
+            lines.append(f"{text}.")
     return lines

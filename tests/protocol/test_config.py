@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
 import pytest
-from pydantic import ByteSize, Field, SecretStr
+from pydantic import ByteSize, Field, SecretStr, model_validator
 
 from protocol.config import Positional, Settings, SettingsError, Shown, markdown_table, options_of
 
@@ -133,6 +133,21 @@ def test_wrong_values_name_the_source_they_came_from(file: Path) -> None:
     assert refusal("m", SLUICEGATE_PORT="-1").startswith("SLUICEGATE_PORT: Input should be greater than or equal to 0")
     file.write_text("port = [1]\n")
     assert refusal("m", f"--config={file}") == f"port in {file}: Input should be a valid integer; got [1]."
+
+
+def test_a_rule_that_joins_options_speaks_for_itself() -> None:
+    class Joined(Example):
+        """Has a rule."""
+
+        @model_validator(mode="after")
+        def _consistent(self) -> Self:
+            if self.port < self.timeout:
+                raise ValueError(f"--port must be at least --timeout ({self.timeout}); got {self.port}.")
+            return self
+
+    with pytest.raises(SettingsError) as caught:
+        Joined.load(["m", "--port=1"], {}, prog="joined")
+    assert str(caught.value) == "--port must be at least --timeout (1.5); got 1."
 
 
 def test_a_wrong_secret_is_not_repeated(file: Path) -> None:

@@ -66,6 +66,10 @@ class EngineConfig(Settings):
     fake_mean_length: int = Field(
         0, ge=0, description="fake backend: average tokens before it says end-of-sequence; 0 is never."
     )
+    fake_numerics: str = Field("", description="fake backend: told apart by gateways as an engine of other bits.")
+    fake_deadly_token: int | None = Field(
+        None, ge=0, description="fake backend: a prompt with this token id ends the process when it is computed."
+    )
     fake_load_s: float = Field(0.0, ge=0, description="fake backend: time to load.")
     fake_step_log: Path | None = Field(
         None, description="fake backend: file for the times of its steps, as JSON lines."

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from array import array
 from collections import deque
@@ -93,7 +94,7 @@ class FakeRunner:
         context_length = config.max_model_len or DEFAULT_CONTEXT
         return ModelInfo(
             digest=hashlib.sha256(identity.encode()).hexdigest(),
-            numerics=hashlib.sha256(f"{identity} numerics".encode()).hexdigest(),
+            numerics=hashlib.sha256(f"{identity} numerics {config.fake_numerics}".encode()).hexdigest(),
             vocab_size=VOCAB_SIZE,
             context_length=context_length,
             block_size=self._block_size,
@@ -107,6 +108,8 @@ class FakeRunner:
         if len(self._launched) >= self.max_in_flight:
             raise PlanError(f"step {plan.step}: {len(self._launched)} steps are in flight already")
         for entered in plan.entered:
+            if self._config.fake_deadly_token in entered.prompt_ids:
+                os._exit(1)  # as from a crash of the device: nothing is told to anybody
             self._slots[entered.slot] = _Slot(entered, entered.prompt_ids + entered.generated_ids)
         if len({entry.slot for entry in plan.entries}) != len(plan.entries):
             raise PlanError(f"step {plan.step}: a slot is planned twice")

@@ -215,3 +215,10 @@ def test_backends_are_found_by_name():
     with pytest.raises(UnknownBackend, match="--backend must be one of fake, torch_runner"):
         create(fake_config(backend="cuda"))
     assert sorted(BUILT_IN) == ["fake", "torch_runner"]
+
+
+def test_engines_of_other_bits_have_the_same_digest():
+    runners = [FakeRunner(fake_config(fake_numerics=name)) for name in ("", "", "other")]
+    infos = [runner.load(lambda phase, done, total: None) for runner in runners]
+    assert len({info.digest for info in infos}) == 1
+    assert infos[0].numerics == infos[1].numerics != infos[2].numerics

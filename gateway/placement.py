@@ -90,6 +90,11 @@ class Placement:
         """Whether some engine had taken it on, so that it goes on and does not start."""
         return self.choice.admitted or bool(self.choice.generated_ids)
 
+    @property
+    def is_unproven(self) -> bool:
+        """Whether it is with an engine that has given it no token yet."""
+        return self.seat is not None and len(self.choice.generated_ids) == self.num_known
+
     def waited_s(self) -> float:
         """For how long no engine has had it; the clock starts with the first call."""
         now = time.monotonic()

@@ -72,6 +72,7 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._moving: list[Placement] = []
         self._mover: asyncio.Task[None] | None = None
+        self._on_trial: Placement | None = None
         self._look_again = asyncio.Event()
         router.watch(self._look_again.set)
 
@@ -211,9 +212,15 @@ class Dispatcher:
         if time.monotonic() < placement.retry_at:
             return False
         waited_s = placement.waited_s()
+        on_last_attempt = placement.deaths > 0 and placement.deaths == self._settings.resume_attempts - 1
+        if on_last_attempt and self._on_trial is not None and self._on_trial.is_unproven:
+            # One at a time, so that a request that kills engines takes no other one's last attempt with it.
+            return False
         seat = self._seat_elsewhere(placement, waited_s)
         if seat is not None:
             placement.submit(seat)
+            if on_last_attempt:
+                self._on_trial = placement
         elif waited_s >= self._settings.resume_timeout_s:
             text = f"the engine was lost, and none that can go on came in {self._settings.resume_timeout_s:g} s."
             placement.choice.fail(Unavailable(text))

@@ -25,6 +25,7 @@ from tests.gateway.scripted_engine import (
     linked,
     next_delta,
     read_all,
+    request,
     until,
 )
 
@@ -217,6 +218,38 @@ async def test_a_request_that_kills_engines_ends_with_a_500(ipc_address: str, tm
         engine.say_frame(BROKEN)
         with pytest.raises(EngineFailed, match="3 engines in a row were lost while they worked on this request"):
             await next_delta(generation)
+
+
+async def test_a_request_that_kills_engines_takes_no_other_with_it(ipc_address: str, tmp_path: Path) -> None:
+    """All four come together, so that each of them is as suspect as the deadly one."""
+    deadly = [6]
+
+    async def play(engine: ScriptedEngine) -> None:
+        while True:
+            submit = await engine.next(Submit)
+            life = len(engine.peers)
+            if list(submit.prompt_ids) == deadly:
+                engine.say_frame(BROKEN)
+            else:
+                asyncio.get_running_loop().call_later(0.05, answer, engine, submit.handle, life)
+
+    def answer(engine: ScriptedEngine, handle: int, life: int) -> None:
+        if len(engine.peers) == life:
+            engine.say_step({handle: (0, [1])})
+            engine.say_finished(handle, num_generated=1)
+
+    async with ScriptedEngine(ipc_address) as engine, linked(ipc_address, cache_dir=tmp_path) as gateway:
+        playing = asyncio.create_task(play(engine))
+        await until(lambda: gateway.router.ready)
+        prompts = ([1], deadly, [2], [3])
+        generations = [await gateway.dispatcher.start(request(prompt)) for prompt in prompts]
+        for prompt, generation in zip(prompts, generations, strict=True):
+            if prompt == deadly:
+                with pytest.raises(EngineFailed, match="3 engines in a row"):
+                    await read_all(generation)
+            else:
+                assert (await read_all(generation))[0][1] == [1]
+        playing.cancel()
 
 
 async def test_a_full_engine_is_asked_again_for_resumed_work(ipc_address: str, tmp_path: Path) -> None:

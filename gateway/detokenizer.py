@@ -23,19 +23,23 @@ class Detokenizer:
     no UTF-8 become U+FFFD; an answer that ends inside a character ends in one U+FFFD.
     """
 
-    __slots__ = ("_bytes", "_from_prompt", "_utf8")
+    __slots__ = ("_bytes", "_from_prompt", "_in_character", "_texts", "_utf8")
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: array[int], skip_special_tokens: bool) -> None:
         self._bytes = tokenizer.token_bytes(skip_special_tokens=skip_special_tokens)
+        self._texts = tokenizer.token_texts(skip_special_tokens=skip_special_tokens)
         self._utf8 = _utf8_decoder("replace")
         self._utf8.decode(b"".join(self._bytes[token] for token in prompt_ids[-_CUT_TOKENS:]))
         #: The cut character at the prompt's end has got no byte from the answer yet.
-        self._from_prompt = self._utf8.getstate()[0] != b""
+        self._from_prompt = self._in_character = self._utf8.getstate()[0] != b""
 
     def push(self, token_id: int) -> str:
         """The text that became whole with this token, often its own."""
+        if not self._in_character and (whole := self._texts[token_id]) is not None:
+            return whole
         piece = self._bytes[token_id]
         text = self._utf8.decode(piece)
+        self._in_character = self._utf8.getstate()[0] != b""
         if self._from_prompt and piece:
             self._from_prompt = False
             # Not continued: the replacement stands for the prompt's bytes alone.

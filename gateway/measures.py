@@ -9,7 +9,7 @@ from prometheus_client import Counter, Histogram
 
 from gateway.stream import Delta, Generation, GenerationRequest
 from protocol.messages import FinishReason
-from protocol.metrics import Instruments
+from protocol.metrics import Instruments, Tally
 
 
 class Measures:
@@ -36,7 +36,7 @@ class Measures:
 @dataclass(frozen=True, slots=True)
 class _ModelMeasures:
     first_token: Histogram
-    gap: Histogram
+    gaps: Tally
     per_token: Histogram
     whole: Histogram
     prompt_tokens: Histogram
@@ -53,7 +53,7 @@ def _bind(instruments: Instruments, model: str) -> _ModelMeasures:
     success = instruments.counter("request_success_total")
     return _ModelMeasures(
         first_token=histogram("time_to_first_token_seconds"),
-        gap=histogram("inter_token_latency_seconds"),
+        gaps=Tally(histogram("inter_token_latency_seconds")),
         per_token=histogram("request_time_per_output_token_seconds"),
         whole=histogram("e2e_request_latency_seconds"),
         prompt_tokens=histogram("request_prompt_tokens"),
@@ -77,14 +77,15 @@ class RequestMeasure:
         """A delta that goes to the client now."""
         now = time.perf_counter()
         if delta.ids:
-            last = self._last.get(delta.index)
+            index = delta.index
+            last = self._last.get(index)
+            self._last[index] = now
             if last is not None:
-                self._model.gap.observe(now - last)
+                self._model.gaps.observe(now - last, now)
             else:
                 if not self._first:
                     self._model.first_token.observe(now - self._arrived)
-                self._first[delta.index] = now
-            self._last[delta.index] = now
+                self._first[index] = now
         if delta.finish_reason is not None:
             first = self._first.get(delta.index)
             if first is not None and delta.num_generated > 1:
@@ -98,5 +99,6 @@ class RequestMeasure:
 
     def finish(self, generation: Generation) -> None:
         """The request has been answered, in full or in part."""
+        self._model.gaps.flush()
         self._model.whole.observe(time.perf_counter() - self._arrived)
         self._model.generated_tokens.observe(sum(len(choice.generated_ids) for choice in generation.choices))

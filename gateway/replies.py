@@ -76,6 +76,10 @@ class Reply:
         self._no_usage = b',"usage":null' if options.include_usage else b""
         #: The end of most chunks.
         self._plain_end = shape.after_text + b',"logprobs":null,"finish_reason":null}]' + self._no_usage + b"}\n\n"
+        #: Tokens are told even where they have no text.
+        self._shows_ids = options.logprobs is not None or options.return_token_ids
+        #: Whether more than its text differs from chunk to chunk.
+        self._is_rich = self._shows_ids or options.continuous_usage
         self._begun = [False] * len(generation.choices)
         self._num_generated = [0] * len(generation.choices)
 
@@ -83,19 +87,16 @@ class Reply:
 
     def events(self, delta: Delta) -> bytes:
         """The events of a delta: maybe none, when all its text is held back."""
-        events = b""
-        self._num_generated[delta.index] = delta.num_generated
-        if not self._begun[delta.index]:
-            self._begun[delta.index] = True
-            events = self._first_event(delta.index)
-        if delta.logprobs is not None or self._options.return_token_ids:
-            if delta.text or delta.ids:
+        events, index, text = b"", delta.index, delta.text
+        self._num_generated[index] = delta.num_generated
+        if not self._begun[index]:
+            self._begun[index] = True
+            events = self._first_event(index)
+        if self._is_rich:
+            if text or (delta.ids and self._shows_ids):
                 events += self._rich_event(delta)
-        elif delta.text:
-            if self._options.continuous_usage:
-                events += self._rich_event(delta)
-            else:
-                events += self._before_text[delta.index] + orjson.dumps(delta.text) + self._plain_end
+        elif text:
+            events += self._before_text[index] + orjson.dumps(text) + self._plain_end
         if delta.finish_reason is not None:
             events += self._finish_event(delta)
         return events

@@ -62,7 +62,7 @@ class GenerationRequest:
     traceparent: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """What one choice gained since its last delta.
 
@@ -72,6 +72,8 @@ class Delta:
     token is among the ids and, without `include_stop`, not in the text. The last delta of a
     choice, and no other, has a `finish_reason` (STOP or LENGTH); `stop_reason` is then the stop
     string or the one of `stop_token_ids` that ended it, None for end-of-sequence.
+
+    A value like any other; not frozen, because one is made for each token and that takes five times as long.
     """
 
     index: int  # of the choice: prompt * n + j
@@ -106,6 +108,7 @@ class Choice:
         "_decoder",
         "_finish_reason",
         "_generation",
+        "_has_stops",
         "_matcher",
         "_stop_ids",
         "_stop_reason",
@@ -140,6 +143,7 @@ class Choice:
         self._generation = generation
         self._carrier: Carrier | None = None
         self._decoder = request.decoder(self.prompt_ids)
+        self._has_stops = bool(request.stop)
         self._matcher = StopMatcher(request.stop, request.include_stop)
         self._stop_ids = frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_ids))
         self._unread_text: list[str] = []
@@ -169,30 +173,28 @@ class Choice:
         known = len(self.generated_ids)
         if first > known:
             raise Gap(f"token {first} came where {known} was next")
+        generated_ids, unread_rows = self.generated_ids, self._unread_rows
         for at in range(known - first, len(ids)):
-            if self._push(ids[at], rows, at):
-                break
-        if known < len(self.generated_ids):
+            token = ids[at]
+            generated_ids.append(token)
+            if unread_rows is not None:
+                if rows is None:
+                    raise Gap(f"token {len(generated_ids) - 1} came without the logprobs that were asked")
+                _append_row(unread_rows, rows, at)
+            if token in self._stop_ids and self._is_stop(token) and not self.include_stop:
+                continue  # its Finished follows
+            text = self._decoder.push(token)
+            matched = None
+            if self._has_stops:
+                text, matched = self._matcher.push(text, armed=len(generated_ids) >= self.sampling.min_tokens)
+            if text:
+                self._unread_text.append(text)
+            if matched is not None:
+                self._end(FinishReason.STOP, matched)
+                self._leave(AbortReason.STOP_STRING)
+                return
+        if known < len(generated_ids):
             self._generation.post(self)
-
-    def _push(self, token: int, rows: Logprobs | None, at: int) -> bool:
-        """Whether this token completed a stop string."""
-        self.generated_ids.append(token)
-        if self._unread_rows is not None:
-            if rows is None:
-                raise Gap(f"token {len(self.generated_ids) - 1} came without the logprobs that were asked")
-            _append_row(self._unread_rows, rows, at)
-        if self._is_stop(token) and not self.include_stop:
-            return False  # its Finished follows
-        text, matched = self._matcher.push(
-            self._decoder.push(token), armed=len(self.generated_ids) >= self.sampling.min_tokens
-        )
-        if text:
-            self._unread_text.append(text)
-        if matched is not None:
-            self._end(FinishReason.STOP, matched)
-            self._leave(AbortReason.STOP_STRING)
-        return matched is not None
 
     def finish(self, reason: FinishReason, stop_id: int | None) -> None:
         """The engine, or `verdict`, says that the last token was the last. STOP or LENGTH."""
@@ -252,19 +254,14 @@ class Choice:
 
     def take(self) -> Delta:
         """All that is unread."""
-        rows = self._unread_rows
-        delta = Delta(
-            index=self.index,
-            text="".join(self._unread_text),
-            ids=self.generated_ids[self._unread_from :],
-            num_generated=len(self.generated_ids),
-            logprobs=rows,
-            finish_reason=self._finish_reason,
-            stop_reason=self._stop_reason,
-        )
-        self._unread_text.clear()
-        self._unread_from = len(self.generated_ids)
-        self._unread_rows = _no_rows(self.sampling)
+        ids, rows, text = self.generated_ids, self._unread_rows, self._unread_text
+        num_generated = len(ids)
+        unread = ids[self._unread_from :]
+        delta = Delta(self.index, "".join(text), unread, num_generated, rows, self._finish_reason, self._stop_reason)
+        text.clear()
+        self._unread_from = num_generated
+        if rows is not None:
+            self._unread_rows = _no_rows(self.sampling)
         return delta
 
 
@@ -290,6 +287,8 @@ class Generation:
 
     def __init__(self, request: GenerationRequest, eos_ids: tuple[int, ...]) -> None:
         self._stream = request.stream
+        # Asked for once: until 3.12 that is a system call (`getpid`).
+        self._loop = asyncio.get_running_loop()
         self._mailbox: deque[Choice] = deque()
         self._error: GatewayError | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -307,16 +306,17 @@ class Generation:
                 return None
             if self._error is not None:
                 raise self._error
-            self._reader = asyncio.get_running_loop().create_future()
+            self._reader = self._loop.create_future()
             try:
                 await self._reader
             finally:
                 self._reader = None
         choice = self._mailbox.popleft()
         choice.in_mailbox = False
-        if choice.finished:
+        delta = choice.take()
+        if delta.finish_reason is not None:
             self._num_unfinished -= 1
-        return choice.take()
+        return delta
 
     def __aiter__(self) -> Generation:
         return self

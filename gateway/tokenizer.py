@@ -71,6 +71,8 @@ class Tokenizer:
         self._wants_bos = self.config.get("add_bos_token")
         self._bytes = _TokenBytes(self._backend, frozenset())
         self._visible_bytes = _TokenBytes(self._backend, self.special_ids)
+        self._texts = _TokenTexts(self._bytes)
+        self._visible_texts = _TokenTexts(self._visible_bytes)
 
     def token_id(self, text: str) -> int | None:
         """The id of the token that is exactly `text`, if there is one."""
@@ -85,6 +87,10 @@ class Tokenizer:
         """Bytes of each id as it stands inside a text; empty for ids without a token, and for
         special tokens when those are skipped."""
         return self._visible_bytes if skip_special_tokens else self._bytes
+
+    def token_texts(self, *, skip_special_tokens: bool) -> Mapping[int, str | None]:
+        """`token_bytes` as text; None for those that are no whole characters."""
+        return self._visible_texts if skip_special_tokens else self._texts
 
     async def encode(self, text: str, *, add_special_tokens: bool, most: int) -> array[int]:
         """Prompt ids (u32). A rendered chat is encoded without special tokens: its template wrote them.
@@ -147,6 +153,22 @@ class _TokenBytes(dict[int, bytes]):
         if self._decoder is None:
             return f" {piece}".encode()  # without a decoder, tokens are words
         return self._decoder.decode([_ANCHOR, piece]).removeprefix(_ANCHOR).encode()
+
+
+class _TokenTexts(dict[int, str | None]):
+    """Filled as ids are seen, like the bytes it is made from."""
+
+    def __init__(self, token_bytes: Mapping[int, bytes]) -> None:
+        super().__init__()
+        self._bytes = token_bytes
+
+    def __missing__(self, token: int) -> str | None:
+        try:
+            text = self._bytes[token].decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token] = text
+        return text
 
 
 def _byte_alphabet() -> dict[str, int]:

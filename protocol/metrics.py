@@ -14,6 +14,7 @@ A counter's `_total` is part of its name here, as it is in Prometheus.
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -148,6 +149,40 @@ class Instruments:
 
     def histogram(self, name: str) -> Histogram:
         return self._histograms[name]
+
+
+class Tally:
+    """Observations of one labelled histogram, handed over in bulk.
+
+    For what is observed at every token: `Histogram.observe` takes 1.2 µs, and thrice that where
+    several workers share files; this takes 0.3. What was observed shows after `FLUSH_S` or `flush`.
+    """
+
+    FLUSH_S = 1.0
+
+    def __init__(self, histogram: Histogram) -> None:
+        # The library has no public way to add more than one observation at a time.
+        self._to_sum, self._to_buckets = histogram._sum, histogram._buckets
+        self._bounds = histogram._upper_bounds
+        self._sum = 0.0
+        self._counts = [0] * len(self._bounds)
+        self._flush_at = 0.0
+
+    def observe(self, amount: float, now: float) -> None:
+        """`now` is in seconds of any clock, always the same."""
+        self._sum += amount
+        self._counts[bisect_left(self._bounds, amount)] += 1
+        if now >= self._flush_at:
+            self._flush_at = now + self.FLUSH_S
+            self.flush()
+
+    def flush(self) -> None:
+        self._to_sum.inc(self._sum)
+        self._sum = 0.0
+        for bucket, count in enumerate(self._counts):
+            if count:
+                self._to_buckets[bucket].inc(count)
+                self._counts[bucket] = 0
 
 
 def build(owner: Owner, registry: CollectorRegistry) -> Instruments:

@@ -153,18 +153,28 @@ def test_an_unknown_kind_is_ignored() -> None:
     assert Peer().connection.receive(b"\xc8\x02\x00\x00\x00{}") is None
 
 
-def test_tokens_go_to_their_handles_an_entry_at_a_time() -> None:
+def test_tokens_go_to_their_handles() -> None:
     peer, first, second = Peer(), Receiver(), Receiver()
     connection = peer.serve()
     a, b = submit(connection, first), submit(connection, second)
     assert a != b
-    work = connection.receive(encode(step((a, 0, [5]), (b, 0, [6, 7]), (a, 1, [8]))))
-    assert work is not None
-    next(work)
-    assert (first.got, second.got) == ([(0, [5], None)], [])
-    next(work)
-    next(work)
+    peer.say(step((a, 0, [5]), (b, 0, [6, 7]), (a, 1, [8])))
     assert (first.got, second.got) == ([(0, [5], None), (1, [8], None)], [(0, [6, 7], None)])
+
+
+def test_a_step_pauses_every_32_tokens() -> None:
+    peer, receiver = Peer(), Receiver()
+    connection = peer.serve()
+    handle = submit(connection, receiver)
+    tokens = [list(range(40)), [40], [41], list(range(42, 73)), [73]]
+    entries = [(handle, ids[0], ids) for ids in tokens]
+    work = connection.receive(encode(step(*entries)))
+    assert work is not None
+    counts = []
+    for _ in work:
+        counts.append(sum(len(ids) for _, ids, _ in receiver.got))
+    assert counts == [40, 73]
+    assert len(receiver.got) == 5
 
 
 def test_only_who_asked_gets_logprobs_and_only_his_rows() -> None:

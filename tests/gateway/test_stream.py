@@ -174,7 +174,7 @@ async def test_with_ignore_eos_it_is_a_token_like_others() -> None:
         ({"max_tokens": 0}, [], (FinishReason.LENGTH, None)),
     ],
 )
-def test_verdict_is_the_engines(fields: dict[str, object], ids: list[int], verdict: object) -> None:
+async def test_verdict_is_the_engines(fields: dict[str, object], ids: list[int], verdict: object) -> None:
     _, choice, _ = one(sampling=sampling(**fields))
     choice.push(0, u32(ids))
     assert choice.verdict() == verdict
@@ -215,7 +215,7 @@ async def test_logprobs_zero_is_the_chosen_tokens_alone() -> None:
     assert (await take(generation)).logprobs == Logprobs(0, f32([-0.5]), u32([3]), u32([]), f32([]))
 
 
-def test_logprobs_that_do_not_come_fail_the_link() -> None:
+async def test_logprobs_that_do_not_come_fail_the_link() -> None:
     _, choice, _ = one(sampling=sampling(logprobs=2))
     with pytest.raises(Gap, match="without the logprobs"):
         choice.push(0, u32([4]))
@@ -273,7 +273,7 @@ async def test_next_is_safe_to_cancel() -> None:
     assert (await take(generation)).text == "a"
 
 
-def test_choices_are_prompt_major() -> None:
+async def test_choices_are_prompt_major() -> None:
     generation = Generation(request([1], [2, 3], n=2), ())
     assert [list(choice.prompt_ids) for choice in generation.choices] == [[1], [1], [2, 3], [2, 3]]
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from protocol import metrics
-from protocol.metrics import PREFIX, TABLE, Metric, Owner, Type
+from protocol.metrics import PREFIX, TABLE, Metric, Owner, Tally, Type
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +54,30 @@ def test_names_are_the_tables_on_the_page() -> None:
     assert shown[f"{PREFIX}iteration_tokens_total_bucket", (("le", "8.0"), model)] == 1
     assert not [name for name, _ in shown if name.endswith("_created")]
     assert ("process_resident_memory_bytes", ()) in shown
+
+
+def test_a_tally_is_its_observations() -> None:
+    amounts = (0.0, 0.001, 0.002, 0.0021, 0.03, 0.03, 9.0, 10.0, 11.0, 400.0)
+    registries = [CollectorRegistry(), CollectorRegistry()]
+    one_by_one, in_bulk = (
+        metrics.build(Owner.GATEWAY, registry).histogram("inter_token_latency_seconds").labels(model_name="m")
+        for registry in registries
+    )
+    tally = Tally(in_bulk)
+    for number, amount in enumerate(amounts):
+        one_by_one.observe(amount)
+        tally.observe(amount, now=100 + number / 8)
+    name = f"{PREFIX}inter_token_latency_seconds"
+
+    def shown(registry: CollectorRegistry) -> dict[str, float]:
+        found = samples(metrics.exposition(registry)).items()
+        return {f"{key} {labels}": value for (key, labels), value in found if key.startswith(name)}
+
+    # The first goes at once, the next when a second is over, the last waits.
+    assert samples(metrics.exposition(registries[1]))[f"{name}_count", (("model_name", "m"),)] == 9
+    tally.flush()
+    tally.flush()
+    assert shown(registries[1]) == pytest.approx(shown(registries[0]))
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)

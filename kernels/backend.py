@@ -48,6 +48,7 @@ def start(implementation: Implementation | None = None, cache_dir: Path | None =
     built. `Implementation.NATIVE` raises RuntimeError instead. `cache_dir` holds built libraries
     (default: `$XDG_CACHE_HOME/sluicegate/kernels`). Weights are packed for the implementation in
     force, so call this before packing; an operator used before any call starts with the defaults.
+    The references set torch to one thread.
     """
     with _choice.lock:
         if implementation is not Implementation.REFERENCE and _choice.library is None:
@@ -64,6 +65,8 @@ def start(implementation: Implementation | None = None, cache_dir: Path | None =
                 _choice.library = library
         loaded = implementation is not Implementation.REFERENCE and _choice.library is not None
         _choice.chosen = Implementation.NATIVE if loaded else Implementation.REFERENCE
+        if not loaded:
+            torch.set_num_threads(1)  # torch's matrix product gives other bits with other numbers of threads
         return _choice.chosen
 
 
@@ -82,21 +85,19 @@ def numerics_name() -> str:
 
 
 def set_num_threads(count: int) -> None:
-    """Number of threads for all operators, the calling one included. Results do not depend on it.
+    """Number of threads for the native operators, the calling one included. Results do not depend on it.
 
-    The native operators have threads of their own: with them, leave torch at one thread, whose idle
-    ones wait by spinning.
+    They have threads of their own: leave torch at one, whose idle threads wait by spinning. The
+    references always run on one thread.
     """
     if count < 1:
         raise ValueError(f"the number of threads must be at least 1, got {count}.")
     library = native()
-    if library is None:
-        torch.set_num_threads(count)
-    else:
+    if library is not None:
         library.set_num_threads(count)
 
 
 def num_threads() -> int:
-    """Number of threads the operators in force use, the calling one included."""
+    """Number of threads of the operators in force, the calling one included."""
     library = native()
-    return torch.get_num_threads() if library is None else library.num_threads()
+    return 1 if library is None else library.num_threads()

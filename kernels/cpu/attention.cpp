@@ -4,6 +4,9 @@
 // (query, head of a group). Every row has its own arithmetic: its keys run from its first to its own
 // position, in tiles of 64 and splits of 256 counted from position 0, whatever rows are beside it.
 #include "attention.h"
+
+#include <vector>
+
 #include "pool.h"
 
 namespace sluicegate {
@@ -42,9 +45,9 @@ void walk_splits(const Problem& p, const std::vector<QueryTile>& tiles) {
         const QueryTile& tile = tiles[unit / p.num_kv_heads];
         Worker<C> worker(p, tile, unit % p.num_kv_heads);
         const int64_t rows = worker.rows(), floats = State::floats(rows, p.value_dim);
-        std::vector<float> memory(2 * floats);
-        State all(memory.data(), rows), split(memory.data() + floats, rows);
-        all.clear(rows, p.value_dim);
+        Floats memory(2 * floats);
+        State all(memory.data(), rows, p.value_dim), split(memory.data() + floats, rows, p.value_dim);
+        all.clear(rows);
         for (int64_t i = 0; i < tile.num_splits(); i++) {
             worker.attend(tile.first_split() + i, split);
             worker.merge(all, split);
@@ -58,9 +61,9 @@ void walk_splits(const Problem& p, const std::vector<QueryTile>& tiles) {
 template <class C>
 void spread_splits(const Problem& p, const std::vector<QueryTile>& tiles, int64_t num_splits, int64_t floats) {
     const int64_t units = (int64_t)tiles.size() * p.num_kv_heads;
-    std::vector<float> memory(units * (num_splits + 1) * floats);
+    Floats memory(units * (num_splits + 1) * floats);
     const auto state = [&](int64_t unit, int64_t split, int64_t rows) {
-        return State(memory.data() + (unit * (num_splits + 1) + split) * floats, rows);
+        return State(memory.data() + (unit * (num_splits + 1) + split) * floats, rows, p.value_dim);
     };
     parallel(units * num_splits, [&](int64_t task) {
         const int64_t unit = task / num_splits, i = task % num_splits;
@@ -74,7 +77,7 @@ void spread_splits(const Problem& p, const std::vector<QueryTile>& tiles, int64_
         const QueryTile& tile = tiles[unit / p.num_kv_heads];
         Worker<C> worker(p, tile, unit % p.num_kv_heads);
         State all = state(unit, num_splits, worker.rows());
-        all.clear(worker.rows(), p.value_dim);
+        all.clear(worker.rows());
         for (int64_t i = 0; i < tile.num_splits(); i++) worker.merge(all, state(unit, i, worker.rows()));
         worker.finish(all);
     });

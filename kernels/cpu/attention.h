@@ -5,8 +5,8 @@
 #include <limits>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
+#include "floats.h"
 #include "functions.h"
 #include "tile.h"
 
@@ -43,15 +43,19 @@ struct QueryTile {
     int64_t num_splits() const { return high / SPLIT - first_split() + 1; }
 };
 
-// Online softmax of some rows: largest score, sum of exponentials, weighted values [rows][value_dim].
+// Online softmax of some rows: weighted values [rows][value_dim], sum of exponentials, largest score.
 struct State {
-    float *top, *total, *out;
+    float *out, *total, *top;
 
-    static int64_t floats(int64_t rows, int64_t value_dim) { return rows * (2 + value_dim); }
-    State(float* memory, int64_t rows) : top(memory), total(memory + rows), out(memory + 2 * rows) {}
-    void clear(int64_t rows, int64_t value_dim) {
+    // Floats that a State takes, a multiple of 16 so that one beside another is aligned too.
+    static int64_t floats(int64_t rows, int64_t value_dim) {
+        return (rows * (value_dim + 2) + GROUP - 1) / GROUP * GROUP;
+    }
+    State(float* memory, int64_t rows, int64_t value_dim)
+        : out(memory), total(memory + rows * value_dim), top(total + rows) {}
+    void clear(int64_t rows) {
+        std::fill(out, top, 0.0f);
         std::fill(top, top + rows, -std::numeric_limits<float>::infinity());
-        std::fill(total, total + rows * (1 + value_dim), 0.0f);
     }
 };
 
@@ -111,7 +115,7 @@ public:
 
     // The rows' softmax over the keys of one split.
     void attend(int64_t split, State& state) {
-        state.clear(rows_, p_.value_dim);
+        state.clear(rows_);
         const int64_t end = std::min((split + 1) * SPLIT, tile_.high + 1);
         for (int64_t key = std::max(split * SPLIT, tile_.low / TILE * TILE); key < end; key += TILE) {
             locate(key);
@@ -259,7 +263,7 @@ private:
     const QueryTile& tile_;
     const int64_t kv_head_, group_, rows_;
     const int32_t* const table_;
-    std::vector<float> queries_, scores_, decay_;
+    Floats queries_, scores_, decay_;
     const C *keys_[TILE / GROUP] = {}, *values_[TILE / GROUP] = {};
 };
 

@@ -5,15 +5,15 @@
 
 namespace sluicegate {
 
-// Most rows a tile has. More would need more pointers to rows than there are registers for addresses.
-constexpr int MAX_ROWS = 6;
+// Most rows a tile has: by vector registers with AVX2, by registers for addresses with AVX-512.
+constexpr int MAX_ROWS = LANES == 8 ? 6 : 8;
 
 // Panels a tile of `rows` rows takes at once: its accumulators and what it multiplies just fit the
 // registers (16 of AVX2, 32 of AVX-512). Each accumulator is a chain of dependent operations; it takes
 // at least 8 of them to hide the latency of one.
 constexpr int panels_of(int rows) {
     if (LANES == 8) return rows == 1 ? 6 : rows == 2 ? 3 : rows == 3 ? 2 : 1;
-    return rows <= 3 ? 8 : rows == 4 ? 6 : 4;
+    return rows <= 3 ? 8 : rows == 4 ? 6 : rows <= 6 ? 4 : 3;
 }
 
 // Without being told, the compiler leaves some of these loops rolled and the accumulators in memory.

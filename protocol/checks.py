@@ -99,11 +99,13 @@ def mapping(value: object) -> dict[str, object]:
 
 
 def member(of: type[enum.StrEnum]) -> Check:
+    values = frozenset(of)
+
     def check(value: object) -> enum.StrEnum:
-        try:
-            return of(value)  # type: ignore[arg-type]
-        except ValueError:
-            raise Unfit(f"must be one of {', '.join(of)}, got {shown(value)}") from None
+        # Looked up only if it is a string: an enum's own error repeats a value of any size and depth.
+        if not isinstance(value, str) or value not in values:
+            raise Unfit(f"must be one of {', '.join(of)}, got {shown(value)}")
+        return of(value)
 
     return check
 

@@ -13,6 +13,7 @@ from protocol.checks import (
     U32_MAX,
     U64_MAX,
     Key,
+    Unfit,
     flag,
     hex_digest,
     integer,
@@ -24,7 +25,7 @@ from protocol.checks import (
     text,
 )
 from protocol.messages import Kind
-from protocol.sampling import COLUMN_FIELDS, FIELD_NAMES, MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, SamplingParams
+from protocol.sampling import COLUMN_FIELDS, FIELD_NAMES, MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, SamplingParams, shown
 
 _u32 = integer(0, U32_MAX)
 _u64 = integer(0, U64_MAX)
@@ -61,6 +62,20 @@ def _failure(value: object) -> m.Failure:
     return m.Failure(**read(mapping(value), _FAILURE_KEYS))
 
 
+def _scalar(value: object) -> object:
+    if not isinstance(value, bool | int | float | str | None):
+        raise Unfit(f"must be a number, a string, true, false or null, got {shown(value)}")
+    return text(256)(value) if isinstance(value, str) else value
+
+
+def _defaults(value: object) -> dict[str, object]:
+    """A flat object: what a peer nests deeply would break whoever compares or prints it."""
+    entries = mapping(value)
+    if len(entries) > 64:
+        raise Unfit(f"must have at most 64 entries, got {len(entries)}")
+    return {text(64)(name): _scalar(entry) for name, entry in entries.items()}
+
+
 #: What Welcome holds beside these once the engine serves.
 SERVING_KEYS = (
     Key("model", text(512)),
@@ -74,7 +89,7 @@ SERVING_KEYS = (
     Key("num_blocks", integer(1, U32_MAX)),
     Key("max_num_seqs", integer(1, U32_MAX)),
     Key("eos_ids", sequence(_u32, 256)),
-    Key("generation_defaults", mapping),
+    Key("generation_defaults", _defaults),
     Key("grant_requests", _u32),
     Key("grant_tokens", _u64),
     Key("max_logprobs", integer(0, 1024)),

@@ -20,6 +20,7 @@ generator state anywhere: a choice can move to another engine in mid-sequence.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -154,11 +155,26 @@ def _check_ids(name: str, ids: object, most: int, vocab_size: int | None) -> Non
             raise SamplingError(name, f"{name}: token id {token} is outside the vocabulary of {limit}.")
 
 
+_SHOWN_CHARS = 80
+
+
+def _bounded_repr() -> reprlib.Repr:
+    """`repr` that looks at no more of a value than is shown: a peer chooses its size and its depth."""
+    bounded = reprlib.Repr()
+    bounded.maxlevel = 4
+    bounded.maxlist = bounded.maxtuple = bounded.maxdict = 16
+    bounded.maxstring = bounded.maxother = bounded.maxlong = _SHOWN_CHARS
+    return bounded
+
+
+_REPR = _bounded_repr()
+
+
 def shown(value: object) -> str:
     """The value as an error text repeats it: bounded, and always encodable."""
-    text = repr(value)
-    if len(text) > 80:
-        text = text[:77] + "..."
+    text = _REPR.repr(value)
+    if len(text) > _SHOWN_CHARS:
+        text = text[: _SHOWN_CHARS - 3] + "..."
     return text.encode("ascii", "backslashreplace").decode("ascii")
 
 

@@ -22,6 +22,9 @@ def frame(kind: int, header: bytes, columns: bytes = b"") -> bytes:
     return bytes([kind]) + len(header).to_bytes(4, "little") + header + columns
 
 
+#: As deep as orjson goes: deeper than Python prints.
+DEEP = b"[" * 1000 + b"]" * 1000
+
 SUBMIT_HEADER = (
     b'{"handle":7,"request_id":"r-1","traceparent":"","num_prompt":3,"num_generated":1,"sampling":{"max_tokens":5,'
     b'"temperature":0.5},"seed":-2,"priority":0,"salt":"","resume":true,"num_allowed":0,"num_bias":1}'
@@ -208,6 +211,8 @@ def test_columns_that_a_later_minor_appends_are_ignored():
         (frame(6, b'{"seq":1.0}'), "BEAT: seq must be an integer, got 1.0"),
         (frame(8, b"{}"), "STEP does not come from this side"),
         (frame(5, b'{"handle":1,"reason":"whim"}'), "ABORT: reason must be one of client"),
+        (frame(1, b'{"protocol":' + DEEP + b"}"), "protocol must be a list of two, got [[[[[...]]]]]"),
+        (frame(1, b'{"protocol":[1,0],"role":' + DEEP + b"}"), "HELLO: role must be one of gateway, operator, got [["),
         (frame(12, b'{"sha256":"../../etc/passwd"}'), "BUNDLE_REQUEST: sha256 must be 64 lower-case hex"),
         (frame(1, b'{"protocol":[1],"role":"gateway","name":"","build":""}'), "HELLO: protocol must be a list of two"),
         (frame(1, b'{"protocol":[1,0],"role":"gateway","name":"' + b"x" * 65 + b'","build":""}'), "at most 64"),
@@ -222,6 +227,20 @@ def test_columns_that_a_later_minor_appends_are_ignored():
 def test_a_malformed_frame_is_refused_with_kind_and_field(raw, words):
     with pytest.raises(WireError, match=re.escape(words)):
         codec.decode_from_gateway(raw)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "words"),
+    [
+        (b'{"top_k":[1]}', "must be a number, a string, true, false or null, got [1]"),
+        (b'{"a":"' + b"x" * 257 + b'"}', "must have at most 256 characters"),
+        (b"{" + b",".join(b'"%d":1' % number for number in range(65)) + b"}", "must have at most 64 entries, got 65"),
+    ],
+)
+def test_generation_defaults_are_flat(defaults, words):
+    raw = WELCOME_FRAME[5:].replace(b'{"top_k":20}', defaults)
+    with pytest.raises(WireError, match=re.escape(f"WELCOME: generation_defaults {words}")):
+        codec.decode_from_engine(frame(2, raw))
 
 
 def test_a_step_whose_counts_do_not_add_up_is_refused():

@@ -108,3 +108,12 @@ def test_both_spellings_of_no_top_k_limit_are_valid():
 def test_an_error_text_is_bounded_and_encodable():
     assert len(shown("x" * 1000)) == 80
     assert shown("\ud83d") == r"'\ud83d'"
+
+
+def test_values_are_shown_without_looking_at_all_of_them() -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert shown(deep) == "[[[[[...]]]]]"
+    assert shown(list(range(10**6))).endswith("14, 15, ...]")
+    assert len(shown({"a" * 10**6: "b" * 10**6})) == 80

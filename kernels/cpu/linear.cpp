@@ -105,9 +105,9 @@ void product(const float* x, int64_t num_rows, int64_t depth, const T* weight, c
     const int64_t num_panels = (out.columns + GROUP - 1) / GROUP, panel_size = depth * GROUP;
     const int64_t block = rows_at_once(depth);
     // Some 8 tasks a thread, so that one thread held up does not hold up the call; whole tiles each.
-    constexpr int64_t LEAST = panels_of(1);
-    const int64_t share = num_panels / (8 * num_threads()) / LEAST * LEAST;
-    parallel_ranges(num_panels, std::clamp<int64_t>(share, LEAST, 64), [&](int64_t begin, int64_t end) {
+    const int64_t at_once = panels_of((int)std::min<int64_t>(std::max<int64_t>(num_rows, 1), MAX_ROWS));
+    const int64_t share = std::clamp<int64_t>(num_panels / (8 * num_threads()), at_once, 64) / at_once * at_once;
+    parallel_ranges(num_panels, share, [&](int64_t begin, int64_t end) {
         thread_local Floats wide;
         for (int64_t from = 0; from < num_rows; from += block) {
             const int64_t rows = std::min(block, num_rows - from);

@@ -20,11 +20,11 @@ from engine.config import EngineConfig, Resolved, resolve
 from engine.core import EngineCore
 from engine.inbox import Inbox
 from engine.metrics import EngineMetrics, MetricsServer
-from engine.plan import Progress, Runner
+from engine.plan import LoadError, Progress, Runner
 from engine.server import CurveKeys, ListenError, Server
 from engine.status import Status
 from protocol import logs
-from protocol.process import Parent
+from protocol.process import EXIT_FAILED, EXIT_UNUSABLE, Parent
 
 log = logging.getLogger("engine")
 
@@ -36,7 +36,7 @@ PROGRESS_S = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run an engine until it is told to stop. 0 after a drain, 1 when it cannot start, 2 for wrong settings."""
+    """Run an engine until it is told to stop. 0 after a drain, 1 when it cannot start, 2 when it never could."""
     config = EngineConfig.from_command_line(sys.argv[1:] if argv is None else argv, prog="sluicegate engine")
     logs.configure(config.log_level, config.log_format)
     parent = Parent.attach(config.parent_pipe)
@@ -44,22 +44,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         runner = backends.create(config)
         engine = Engine(config)
-    except (backends.UnknownBackend, ListenError) as error:
-        return _give_up(parent, str(error))
+    except backends.UnknownBackend as error:
+        return _give_up(parent, str(error), EXIT_UNUSABLE)
+    except ListenError as error:
+        return _give_up(parent, str(error), EXIT_FAILED)
     try:
         resolved = engine.load(runner, parent)
-    except Exception as error:
-        log.debug("load_failed", exc_info=True)
+    except LoadError as error:
         engine.close()
-        return _give_up(parent, str(error) or type(error).__name__)
+        return _give_up(parent, str(error), EXIT_UNUSABLE)
+    except Exception as error:
+        log.exception("load_crashed")
+        engine.close()
+        return _give_up(parent, str(error) or type(error).__name__, EXIT_FAILED)
     engine.run(runner, resolved, parent)
     return 0
 
 
-def _give_up(parent: Parent, reason: str) -> int:
+def _give_up(parent: Parent, reason: str, status: int) -> int:
     log.error("engine_failed", extra={"reason": reason})
     parent.give_up(reason)
-    return 1
+    return status
 
 
 class Engine:

@@ -101,13 +101,19 @@ class ModelInfo:
 Progress = Callable[[str, int, int], None]
 
 
+class LoadError(Exception):
+    """The model cannot be served as asked, now or at the next try. The text is for the operator: it
+    names the file or option, and what to do."""
+
+
 class Runner(Protocol):
     """A backend: owns the weights, the KV tensors and the sampler of one model.
 
     One thread calls it. `launch` starts a step and may return before it is done; at most
     `max_in_flight` steps are launched and not collected. `collect` waits for the oldest one.
     A step k+1 may be launched while k runs; an entry one id short takes its last id from the
-    device. Both raise only when the device is lost: the process then exits.
+    device. Both raise only when the device is lost: the process then exits. `load` raises
+    LoadError for what another try would not change.
     """
 
     max_in_flight: int

@@ -21,6 +21,9 @@ import threading
 from dataclasses import dataclass
 from types import TracebackType
 
+#: Exit status of a program that could not start this time; the next may succeed.
+EXIT_FAILED = 1
+
 #: Exit status of a program that no new start can help: a wrong setting, a model it cannot serve.
 EXIT_UNUSABLE = 2
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from engine.plan import LoadError
 
-class ModelError(Exception):
+
+class ModelError(LoadError):
     """The model cannot be loaded. The text names the file or setting, and what to do."""
 
 

@@ -154,14 +154,14 @@ def test_a_step_that_hangs_is_seen_in_beats(start_engine: StartEngine, context: 
 @pytest.mark.parametrize(
     ("flags", "status", "text"),
     [
-        (("--backend=nonsense",), 1, "--backend must be one of fake, torch_runner; got 'nonsense'."),
+        (("--backend=nonsense",), 2, "--backend must be one of fake, torch_runner; got 'nonsense'."),
         (("--backend=fake", "--listen=tcp://0.0.0.0:5557"), 1, "requires --curve-secret-key-file"),
         (("--backend=fake", "--max-num-seqs=300"), 2, "--max-num-batched-tokens must be at least --max-num-seqs (300)"),
         (("--backend=fake", "--block-size=20"), 2, "--block-size: Input should be a multiple of 16"),
         (("--backend=fake", "--curve-secret-key-file=x"), 2, "go together"),
         (("--backend=fake", "--max-num-sequences=3"), 2, "did you mean --max-num-seqs?"),
         pytest.param(  # imports torch
-            ("--backend=torch_runner", "--model=/nowhere"), 1, "/nowhere is not a directory", marks=pytest.mark.slow
+            ("--backend=torch_runner", "--model=/nowhere"), 2, "/nowhere is not a directory", marks=pytest.mark.slow
         ),
     ],
 )

@@ -9,7 +9,9 @@ from loadtest.process import take_snapshot, use_between
 
 BURN = """
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+idle = "import sys; print(flush=True); sys.stdin.read()"
+child = subprocess.Popen([sys.executable, "-c", idle], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()  # its start-up is over
 data = bytearray(64 << 20)
 print("ready", flush=True)
 sys.stdin.readline()

@@ -80,6 +80,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": _report,
     "kill": trials.kill,
     "soak": trials.soak,
+    "gateway": trials.gateway,
 }
 
 

@@ -1,9 +1,9 @@
-"""From a step log and the arrival times of events to the time each event took from the engine to the client.
+"""From a step log and the arrival times of tokens to the time each token took from the engine to the client.
 
 The fake engine writes down when each of its steps ended. A stream that decodes without a pause gets token k from step
-s + k; s is unknown, but no event comes before its step, so the latest s for which that holds is taken. It is the right
-one unless every single event of the stream was late by a whole step, and then the times come out too short by that: so
-the streams found for each step are compared with the number of tokens that the step says it made.
+s + k; s is unknown, but no token comes before its step, so the latest s for which that holds is taken. It is the right
+one unless every single token of the stream was late by a whole step; then times would come out too short by that, so
+the tokens found for each step are compared with the number that the step says it made.
 """
 
 from bisect import bisect_right
@@ -14,9 +14,7 @@ from pathlib import Path
 
 import orjson
 
-
-class LogMismatch(Exception):
-    """Events and steps do not fit together; the text says where."""
+from loadtest.servers import TrialError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +33,9 @@ def read_steps(log: Path) -> list[Step]:
 
 
 def delays(steps: Sequence[Step], streams: Iterable[Sequence[float]]) -> list[float]:
-    """Seconds from the engine to the client for each event of each stream; a stream is its events' arrival times.
+    """Seconds from the engine to the client for each token of each stream; a stream is its tokens' arrival times.
 
-    `steps` are those of the run alone. Raises LogMismatch when a step made more or fewer tokens than arrived of it.
+    `steps` are those of the run alone. Raises TrialError when a step made more or fewer tokens than arrived of it.
     """
     ends = [step.at for step in steps]
     found, arrived = [], Counter[int]()
@@ -47,13 +45,13 @@ def delays(steps: Sequence[Step], streams: Iterable[Sequence[float]]) -> list[fl
         arrived.update(range(first, first + len(times)))
     for index, step in enumerate(steps):
         if arrived[index] != step.num_sampled:
-            raise LogMismatch(f"step {step.number} made {step.num_sampled} tokens, {arrived[index]} events fit it")
+            raise TrialError(f"step {step.number} made {step.num_sampled} tokens, {arrived[index]} arrivals fit it")
     return found
 
 
 def _first_step(ends: Sequence[float], times: Sequence[float]) -> int:
-    """Index of the latest step that can have made the first event."""
+    """Index of the latest step that can have made the first token."""
     latest = min(bisect_right(ends, at) - 1 - number for number, at in enumerate(times))
     if latest < 0:
-        raise LogMismatch("an event arrived before any step could have made it")
+        raise TrialError("a token arrived before any step could have made it")
     return latest

@@ -18,8 +18,9 @@ import orjson
 
 from loadtest.bench import raise_file_limit
 from loadtest.delivery import Step, delays, read_steps
+from loadtest.machine import Code, Hardware, read_code, read_hardware, read_versions
 from loadtest.process import take_snapshot, use_between
-from loadtest.servers import Pair
+from loadtest.servers import Pair, TrialError
 from loadtest.sse import DONE, EventParser
 from loadtest.stats import Distribution, distribution, histogram
 
@@ -30,9 +31,7 @@ _PATH = "/v1/chat/completions"
 _MODEL = "fake"
 _WARMUP_TOKENS = 20
 
-
-class GatewayBenchError(Exception):
-    """A run is not what it has to be; the text says in what."""
+SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,36 +43,57 @@ class Plan:
     num_tokens: int = 400
     latency_streams: int = 128
     full_speed_streams: int = 64
-    first_writes: int = 40
+    first_writes: int = 50
     repeats: int = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Paced:
-    """Streams at a fixed pace: processor time of the gateway over the run, from before the first request on."""
+class Cost:
+    """Streams that began together, and what they cost the gateway from before the first request to the last byte.
+
+    `send_to_client_s` is from the end of the engine's step to the client, of every token; None without a pace.
+    """
 
     streams: int
     num_tokens: int
-    num_events: int  # with text; one a token unless the gateway came late and joined two
+    num_events: int  # with text; one a token unless the gateway or the client came late and tokens were joined
     wall_s: float
-    cpu_s: float
+    tokens_per_s: float
+    cpu_s: float  # user + system
     cpu_us_per_token: float
+    engine_cpu_s: float
     client_cpu_s: float
-    others_share: float  # of the machine, taken by processes that are neither server nor client
-    gateway_rss_mib: float
-    send_to_client_s: Distribution | None  # None where tokens were joined
+    others_share: float  # of the machine, taken by processes that belong to none of the three
+    rss_mib: float
+    send_to_client_s: Distribution | None
     send_to_client_histogram: Mapping[str, int]  # in the buckets of `stats.histogram`
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One repeat."""
+    """One repeat. `first_write_s` is `send_to_client_s` of the first tokens of requests made one after the other."""
 
     started: str  # ISO 8601, UTC
-    paced: Paced
-    latency: Paced
-    full_speed: Paced
+    paced: Cost
+    latency: Cost
+    full_speed: Cost
     first_write_s: Distribution | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    schema_version: int
+    command: list[str]
+    code: Code
+    hardware: Hardware
+    versions: Mapping[str, str]
+    plan: Plan
+    runs: list[Run]
+
+    @property
+    def has_joined_tokens(self) -> bool:
+        """Whether a paced stream got fewer events than tokens."""
+        return any(cost.num_events != cost.num_tokens for run in self.runs for cost in (run.paced, run.latency))
 
 
 @dataclass(slots=True)
@@ -91,41 +111,45 @@ class _Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """A finished stream: arrival times of its events with text, and the server's own count of tokens."""
+class Arrivals:
+    """When each token of a stream arrived, and in how many events."""
 
     times: list[float]
-    num_tokens: int
+    num_events: int
 
 
-def read_stream(status: int, pieces: Sequence[tuple[float, bytes]], text: str) -> Read:
-    """Raises GatewayBenchError for anything but a complete answer made of `text` over and over."""
+def read_stream(status: int, pieces: Sequence[tuple[float, bytes]]) -> Arrivals:
+    """Raises TrialError for anything but a complete answer of as many long tokens as its usage says."""
     if status != 200:
-        raise GatewayBenchError(f"status {status}: {b''.join(data for _, data in pieces)[:200]!r}")
-    parser, times, answer, usage, done = EventParser(), list[float](), list[str](), None, False
+        raise TrialError(f"status {status}: {b''.join(data for _, data in pieces)[:200]!r}")
+    parser, times, num_events, usage, done = EventParser(), list[float](), 0, None, False
     for at, data in pieces:
         for event in parser.feed(data):
             if event == DONE:
                 done = True
                 continue
             chunk = orjson.loads(event)
+            if "error" in chunk:
+                raise TrialError(f"a stream ended with an error: {chunk['error']}")
             usage = chunk.get("usage") or usage
-            content = "".join(choice["delta"].get("content") or "" for choice in chunk.get("choices", ()))
-            if content:
-                times.append(at)
-                answer.append(content)
+            text = "".join(choice["delta"].get("content") or "" for choice in chunk.get("choices", ()))
+            num_tokens = len(text) // len(LONG_TEXT)
+            if text != LONG_TEXT * num_tokens:
+                raise TrialError(f"an event has the text {text[:200]!r}, which is not the long token's")
+            times += [at] * num_tokens
+            num_events += num_tokens > 0
     if not done or usage is None:
-        raise GatewayBenchError(f"a stream ended after {len(times)} events without its usage")
-    num_tokens = usage["completion_tokens"]
-    if "".join(answer) != text * num_tokens:
-        raise GatewayBenchError(f"a stream of {num_tokens} tokens has {sum(map(len, answer))} characters")
-    return Read(times, num_tokens)
+        raise TrialError(f"a stream ended after {num_events} events without its usage")
+    if usage["completion_tokens"] != len(times):
+        raise TrialError(f"{usage['completion_tokens']} tokens were generated, {len(times)} came")
+    return Arrivals(times, num_events)
 
 
 class _Bench:
     """One gateway and one engine that ends a step every `step_ms`, until the `async with` ends."""
 
     def __init__(self, plan: Plan, step_ms: float, folder: Path) -> None:
+        self._step_ms = step_ms
         self._log = folder / f"steps-{step_ms:g}.jsonl"
         num_seqs = max(plan.streams, plan.latency_streams, plan.full_speed_streams)
         self._pair = Pair(
@@ -146,43 +170,44 @@ class _Bench:
     async def __aexit__(self, *error: object) -> None:
         await self._pair.__aexit__(*error)
 
-    async def ask(self, num_tokens: int) -> _Stream:
+    async def _ask(self, num_tokens: int) -> _Stream:
         stream = _Stream()
         await self._pair.client.post(_PATH, _body(num_tokens), stream)
         return stream
 
-    async def paced(self, streams: int, num_tokens: int) -> Paced:
-        """`streams` at once, and what they cost."""
-        pid = self._pair.gateway.pid
+    async def cost(self, streams: int, num_tokens: int) -> Cost:
+        """`streams` at once, and what they cost. Without a pace no token can be matched with its step."""
+        gateway, engine = self._pair.gateway.pid, self._pair.engine.pid
         since = time.monotonic()
-        before = take_snapshot((pid, self._pair.engine.pid))
-        collected = await asyncio.gather(*(self.ask(num_tokens) for _ in range(streams)))
-        after = take_snapshot((pid, self._pair.engine.pid))
+        before = take_snapshot((gateway, engine))
+        collected = await asyncio.gather(*(self._ask(num_tokens) for _ in range(streams)))
+        after = take_snapshot((gateway, engine))
         use = use_between(before, after)
-        (gateway,) = (process for process in use.processes if process.pid == pid)
-        reads = [read_stream(stream.status, stream.pieces, LONG_TEXT) for stream in collected]
-        tokens, events = sum(read.num_tokens for read in reads), sum(len(read.times) for read in reads)
-        found = delays(self._steps(since), [read.times for read in reads]) if tokens == events else []
-        return Paced(
+        processes = {process.pid: process for process in use.processes}
+        arrivals = [read_stream(stream.status, stream.pieces) for stream in collected]
+        delivered = delays(self._steps(since), [each.times for each in arrivals]) if self._step_ms else []
+        cpu_s, total = processes[gateway].cpu_s, sum(len(each.times) for each in arrivals)
+        return Cost(
             streams=streams,
-            num_tokens=tokens,
-            num_events=events,
+            num_tokens=total,
+            num_events=sum(each.num_events for each in arrivals),
             wall_s=use.wall_s,
-            cpu_s=gateway.cpu_s,
-            cpu_us_per_token=gateway.cpu_s / tokens * 1e6,
+            tokens_per_s=total / use.wall_s,
+            cpu_s=cpu_s,
+            cpu_us_per_token=cpu_s / total * 1e6,
+            engine_cpu_s=processes[engine].cpu_s,
             client_cpu_s=after.client_cpu_s - before.client_cpu_s,
             others_share=use.others_share,
-            gateway_rss_mib=gateway.memory_mib.rss,
-            send_to_client_s=distribution(found),
-            send_to_client_histogram=histogram(found),
+            rss_mib=processes[gateway].memory_mib.rss,
+            send_to_client_s=distribution(delivered),
+            send_to_client_histogram=histogram(delivered),
         )
 
     async def first_write(self) -> float:
         """Seconds from the engine's first step for one stream alone to its first event at the client."""
         since = time.monotonic()
-        stream = await self.ask(2)
-        read = read_stream(stream.status, stream.pieces, LONG_TEXT)
-        return read.times[0] - self._steps(since)[0].at
+        stream = await self._ask(2)
+        return read_stream(stream.status, stream.pieces).times[0] - self._steps(since)[0].at
 
     def _steps(self, since: float) -> list[Step]:
         return [step for step in read_steps(self._log) if step.at >= since and step.num_sampled]
@@ -202,23 +227,33 @@ def _body(num_tokens: int) -> bytes:
     )
 
 
-async def measure(plan: Plan, report: Callable[[str], None]) -> list[Run]:
-    """All repeats. Raises GatewayBenchError, LogMismatch, and what `Pair` raises."""
+async def measure(plan: Plan, command: list[str], tell: Callable[[str], None]) -> Report:
+    """All repeats; `tell` hears what is going on. Raises ServerFailed, and TrialError for a run that is not whole."""
     raise_file_limit()
     runs = []
-    for number in range(plan.repeats):
-        started = datetime.now(UTC).isoformat(timespec="seconds")
+    for number in range(1, plan.repeats + 1):
+        tell(f"repeat {number} of {plan.repeats}")
         with TemporaryDirectory(prefix="sg-bench-") as folder:
-            async with _Bench(plan, 1000 / plan.rate, Path(folder)) as bench:
-                await bench.paced(plan.streams, _WARMUP_TOKENS)
-                report(f"{number + 1}/{plan.repeats}: {plan.streams} streams at {plan.rate:g} tokens/s")
-                paced = await bench.paced(plan.streams, plan.num_tokens)
-                report(f"{number + 1}/{plan.repeats}: {plan.latency_streams} streams at {plan.rate:g} tokens/s")
-                latency = await bench.paced(plan.latency_streams, plan.num_tokens)
-                first = [await bench.first_write() for _ in range(plan.first_writes)]
-            async with _Bench(plan, 0.0, Path(folder)) as bench:
-                await bench.paced(plan.full_speed_streams, _WARMUP_TOKENS)
-                report(f"{number + 1}/{plan.repeats}: {plan.full_speed_streams} streams at full speed")
-                full = await bench.paced(plan.full_speed_streams, plan.num_tokens)
-        runs.append(Run(started, paced, latency, full, distribution(first)))
-    return runs
+            runs.append(await _run(plan, Path(folder)))
+    return Report(
+        schema_version=SCHEMA_VERSION,
+        command=command,
+        code=read_code(),
+        hardware=read_hardware(),
+        versions=read_versions(),
+        plan=plan,
+        runs=runs,
+    )
+
+
+async def _run(plan: Plan, folder: Path) -> Run:
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    async with _Bench(plan, 1000 / plan.rate, folder) as bench:
+        await bench.cost(plan.streams, _WARMUP_TOKENS)
+        paced = await bench.cost(plan.streams, plan.num_tokens)
+        latency = await bench.cost(plan.latency_streams, plan.num_tokens)
+        first_writes = [await bench.first_write() for _ in range(plan.first_writes)]
+    async with _Bench(plan, 0.0, folder) as bench:
+        await bench.cost(plan.full_speed_streams, _WARMUP_TOKENS)
+        full_speed = await bench.cost(plan.full_speed_streams, plan.num_tokens)
+    return Run(started, paced, latency, full_speed, distribution(first_writes))

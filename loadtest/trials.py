@@ -1,4 +1,4 @@
-"""The commands `kill` and `soak`: options to a trial, its report to a file and the terminal."""
+"""The commands `kill`, `soak` and `gateway`: options to a trial, its report to a file and the terminal."""
 
 import argparse
 import sys
@@ -11,7 +11,8 @@ from typing import Any
 import orjson
 import uvloop
 
-from loadtest import chaos
+from loadtest import chaos, gateway_report
+from loadtest import gateway as fronting
 from loadtest import soak as soaking
 from loadtest.arguments import natural, positive, positive_int, share
 
@@ -88,6 +89,49 @@ def soak(arguments: Sequence[str]) -> int:
     return 0 if report.passed else 1
 
 
+def gateway(arguments: Sequence[str]) -> int:
+    """0 if every paced stream got an event for each token, else 1; a missed target is a measurement."""
+    plan = fronting.Plan()
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest gateway",
+        description="Measure what a gateway costs: one process before the fake engine, streams at a fixed pace.",
+        allow_abbrev=False,
+    )
+    for name, default, text in (
+        ("streams", plan.streams, "streams whose cost is measured"),
+        ("latency-streams", plan.latency_streams, "streams whose delay is measured"),
+        ("full-speed-streams", plan.full_speed_streams, "streams of an engine without a pace"),
+        ("tokens", plan.num_tokens, "tokens of each stream"),
+        ("first-writes", plan.first_writes, "requests whose first event is timed"),
+        ("repeats", plan.repeats, "runs, each with processes of its own"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=positive_int, default=default, metavar="N", help=f"{text}; default: {default}"
+        )
+    parser.add_argument(
+        "--rate", type=positive, default=plan.rate, metavar="R", help="tokens a second of each stream; default: 40"
+    )
+    parser.add_argument("--output", type=Path, metavar="JSON", help="write the report there, its table and plot beside")
+    options = parser.parse_args(arguments)
+    plan = fronting.Plan(
+        streams=options.streams,
+        rate=options.rate,
+        num_tokens=options.tokens,
+        latency_streams=options.latency_streams,
+        full_speed_streams=options.full_speed_streams,
+        first_writes=options.first_writes,
+        repeats=options.repeats,
+    )
+    command = ["python", "-m", "loadtest", "gateway", *arguments]
+    report = _run(fronting.measure(plan, command, _tell), options)
+    table = gateway_report.table(report)
+    _show(table)
+    if options.output is not None:
+        plot = gateway_report.draw(report, options.output.with_suffix(".png"))
+        options.output.with_suffix(".md").write_text(f"{table}\n![{plot.stem}]({plot.name})\n")
+    return 1 if report.has_joined_tokens else 0
+
+
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m loadtest {name}",
@@ -117,3 +161,7 @@ def _run(trial: Coroutine[Any, Any, Any], options: argparse.Namespace) -> Any:
 
 def _show(text: str) -> None:
     sys.stdout.write(text + "\n")
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(text + "\n")

@@ -19,6 +19,7 @@ from loadtest.load import ClosedLoop, Limits, Load, OpenLoop
 from loadtest.report import draw, markdown
 from loadtest.result import BadResult, read_result, to_json, write_result
 from loadtest.servers import ServerFailed, TrialError
+from loadtest.stats import Slo
 from loadtest.workload import WORKLOADS, Workload
 
 DEFAULT_RATE = 1.0
@@ -105,7 +106,15 @@ def _config(options: argparse.Namespace) -> BenchConfig:
         keep_alive=options.keep_alive,
         server_pids=tuple(options.server_pid),
         label=options.label or workload.name,
+        slo=_slo(options),
     )
+
+
+def _slo(options: argparse.Namespace) -> Slo | None:
+    if options.slo_ttft_ms is None and options.slo_itl_ms is None:
+        return None
+    ttft_s, itl_s = (None if ms is None else ms / 1000 for ms in (options.slo_ttft_ms, options.slo_itl_ms))
+    return Slo(ttft_s, itl_s)
 
 
 def _workload(options: argparse.Namespace) -> Workload:
@@ -154,6 +163,15 @@ def _run_parser() -> argparse.ArgumentParser:
         default=[],
         metavar="PID",
         help=("record processor time and memory of this local process and its children; repeatable"),
+    )
+    parser.add_argument(
+        "--slo-ttft-ms", type=positive, metavar="MS", help="goodput counts requests whose TTFT is at most this"
+    )
+    parser.add_argument(
+        "--slo-itl-ms",
+        type=positive,
+        metavar="MS",
+        help="goodput counts requests whose gaps between text events are at most this, all but the longest hundredth",
     )
     parser.add_argument("--label", help="name of the row in reports; default: the workload")
     parser.add_argument("--output", type=Path, metavar="JSON", help="default: bench-LABEL-TIME.json")

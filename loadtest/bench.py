@@ -17,6 +17,7 @@ from loadtest.load import ClosedLoop, Limits, Load, OpenLoop, Request, run_close
 from loadtest.machine import read_code, read_hardware, read_versions
 from loadtest.process import take_snapshot, use_between
 from loadtest.result import SCHEMA_VERSION, Result, Run, make_run
+from loadtest.stats import Slo
 from loadtest.transport import BadResponse, ConnectionLost, HttpClient
 from loadtest.workload import Prompt, Workload, arrivals, prompts
 
@@ -46,6 +47,7 @@ class BenchConfig:
     keep_alive: bool
     server_pids: tuple[int, ...]
     label: str
+    slo: Slo | None = None
 
 
 async def bench(config: BenchConfig, api_key: str | None, command: list[str]) -> Result:
@@ -152,7 +154,7 @@ async def _run_once(client: HttpClient, target: Target, config: BenchConfig, rep
                 requests = await run_closed(send, asked, concurrency, limits, progress.add)
         client_cpu_s = time.process_time() - cpu_before_s
     server_use = use_between(before, take_snapshot(config.server_pids)) if config.server_pids else None
-    return make_run(seed, started, requests, client_cpu_s, server_use)
+    return make_run(seed, started, requests, client_cpu_s, server_use, config.slo)
 
 
 def _failure_keys(requests: Iterable[Request]) -> list[str]:

@@ -98,6 +98,7 @@ def draw(report: Report, path: Path) -> Path:
     title = f"{report.plan.latency_streams} streams"
     delay.set(xscale="log", xlabel="engine to client, ms", ylabel="share of tokens", ylim=(0, 1.01), title=title)
     delay.xaxis.set_major_formatter("{x:g}")
+    delay.xaxis.set_minor_formatter("{x:g}")
     figure.savefig(path, dpi=150)
     return path
 

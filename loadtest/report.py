@@ -24,8 +24,14 @@ def _rate(field: str) -> Callable[[Summary], float | None]:
     return lambda summary: summary[field]
 
 
+def _goodput(summary: Summary) -> float | None:
+    goodput = summary.get("goodput")  # files from before there was one have none
+    return None if goodput is None else goodput["requests_per_s"]
+
+
 # Heading, digits, value; a cell is the median of the repeats.
-_COLUMNS: tuple[tuple[str, int, Callable[[Summary], float | None]], ...] = (
+Column = tuple[str, int, Callable[[Summary], float | None]]
+_COLUMNS: tuple[Column, ...] = (
     ("req/s", 2, _rate("requests_per_s")),
     ("output tok/s", 1, _rate("output_tokens_per_s")),
     *((f"TTFT {p} ms", 0, _quantile("ttft_s", p)) for p in ("p50", "p90", "p99")),
@@ -37,9 +43,12 @@ _COLUMNS: tuple[tuple[str, int, Callable[[Summary], float | None]], ...] = (
 
 def markdown(documents: Mapping[str, Document]) -> str:
     """A table with one row a document (name -> document), then where and how each was measured."""
-    headings = ["run", "workload", "load", "ok / sent", *(heading for heading, _, _ in _COLUMNS)]
+    columns = _COLUMNS
+    if any(_goodput(run["summary"]) is not None for document in documents.values() for run in document["runs"]):
+        columns += (("goodput req/s", 2, _goodput),)
+    headings = ["run", "workload", "load", "ok / sent", *(heading for heading, _, _ in columns)]
     lines = [_line(headings), _line(["---"] * 3 + ["---:"] * (len(headings) - 3))]
-    lines += [_line(_cells(name, document)) for name, document in documents.items()]
+    lines += [_line(_cells(name, document, columns)) for name, document in documents.items()]
     repeated = any(len(document["runs"]) > 1 for document in documents.values())
     lines += ["", "Median of the repeats [least..most]." if repeated else "One run each, no repeats."]
     lines += [line for name, document in documents.items() for line in _notes(name, document)]
@@ -50,12 +59,12 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _cells(name: str, document: Document) -> list[str]:
+def _cells(name: str, document: Document, columns: Sequence[Column]) -> list[str]:
     summaries = [run["summary"] for run in document["runs"]]
     sent = sum(summary["num_requests"] for summary in summaries)
     ok = sum(summary["num_ok"] for summary in summaries)
     cells = [name, document["config"]["workload"]["name"], _load(document["config"]), f"{ok} / {sent}"]
-    return cells + [_spread([read(summary) for summary in summaries], digits) for _, digits, read in _COLUMNS]
+    return cells + [_spread([read(summary) for summary in summaries], digits) for _, digits, read in columns]
 
 
 def _load(config: Mapping[str, Any]) -> str:
@@ -92,6 +101,7 @@ def _notes(name: str, document: Document) -> list[str]:
     later = [summary["ttft_later_s"]["p50"] * MS for summary in summaries if summary["ttft_later_s"]]
     if later:
         notes.append(f"TTFT p50 with the prefix served before: {_spread(later, 0)} ms")
+    notes += _goodput_note(summaries)
     notes += _server_use_note(document["runs"])
     code, hardware = document["code"], document["hardware"]
     commit = (code["commit"] or "unknown")[:12] + {True: " with changes", False: "", None: ""}[code["dirty"]]
@@ -99,6 +109,16 @@ def _notes(name: str, document: Document) -> list[str]:
     notes.append(f"{hardware['num_cpus']} cores of {hardware['cpu']}{gpus}")
     notes.append(f"model {document['server']['model']}, commit {commit}, seed {document['seed']}")
     return ["", f"{name}: " + "; ".join(notes) + "."]
+
+
+def _goodput_note(summaries: Sequence[Summary]) -> list[str]:
+    found = [goodput for summary in summaries if (goodput := summary.get("goodput"))]
+    if not found:
+        return []
+    names = (("ttft_s", "TTFT"), ("itl_s", "p99 of its ITL"))
+    slo = " and ".join(f"{name} ≤ {found[0]['slo'][key] * MS:g} ms" for key, name in names if found[0]["slo"][key])
+    share = _spread([100 * goodput["share"] for goodput in found], 1)
+    return [f"goodput counts the {share} % of the requests sent with {slo}"]
 
 
 def _server_use_note(runs: Sequence[Mapping[str, Any]]) -> list[str]:

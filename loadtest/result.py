@@ -10,7 +10,7 @@ import orjson
 from loadtest.load import Request
 from loadtest.machine import Code, Hardware
 from loadtest.process import ServerUse
-from loadtest.stats import Summary, histogram, summarize
+from loadtest.stats import Slo, Summary, histogram, summarize
 
 SCHEMA_VERSION = 1  # raised when a reader of older files would misread a newer one
 
@@ -68,7 +68,12 @@ class Result:
 
 
 def make_run(
-    seed: int, started: str, requests: Sequence[Request], client_cpu_s: float, server_use: ServerUse | None
+    seed: int,
+    started: str,
+    requests: Sequence[Request],
+    client_cpu_s: float,
+    server_use: ServerUse | None,
+    slo: Slo | None = None,
 ) -> Run:
     """The record of at least one request; rows are in the order of sending."""
     ordered = sorted(requests, key=lambda request: request.outcome.sent_at)
@@ -76,7 +81,7 @@ def make_run(
     return Run(
         seed=seed,
         started=started,
-        summary=summarize(ordered),
+        summary=summarize(ordered, slo),
         client_cpu_s=round(client_cpu_s, 3),
         server_use=server_use,
         itl_histogram=histogram(gap for r in ordered if r.outcome.failure is None for gap in r.outcome.itl_s),

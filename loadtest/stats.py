@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from loadtest.client import Outcome
 from loadtest.load import Request
 
 # Buckets of the histogram of gaps: bucket i holds values in [1.02^i, 1.02^(i+1)) µs. Two per cent is finer than any
@@ -22,6 +23,36 @@ class Distribution:
     p90: float
     p99: float
     max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a user is promised; None leaves a time open.
+
+    A request keeps it if its TTFT and the 99th percentile of its own gaps between text events are within.
+    """
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+
+    def is_kept_by(self, outcome: Outcome) -> bool:
+        """A failed request keeps nothing."""
+        if outcome.failure is not None or outcome.ttft_s is None:
+            return False
+        if self.ttft_s is not None and outcome.ttft_s > self.ttft_s:
+            return False
+        return self.itl_s is None or not outcome.itl_s or percentile(sorted(outcome.itl_s), 99) <= self.itl_s
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """The requests that kept an Slo: `share` is of all that were sent."""
+
+    slo: Slo
+    num_good: int
+    share: float
+    requests_per_s: float
+    output_tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +81,7 @@ class Summary:
     tpot_s: Distribution | None
     e2e_s: Distribution | None
     send_lag_s: Distribution | None
+    goodput: Goodput | None  # None without an Slo
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -81,7 +113,7 @@ def bucket_end_s(bucket: str) -> float:
     return float(HISTOGRAM_BASE ** (int(bucket) + 1) * 1e-6)
 
 
-def summarize(requests: Sequence[Request]) -> Summary:
+def summarize(requests: Sequence[Request], slo: Slo | None = None) -> Summary:
     """The numbers of at least one request."""
     failed = [failure for request in requests if (failure := request.outcome.failure) is not None]
     ok = [request.outcome for request in requests if request.outcome.failure is None]
@@ -106,6 +138,18 @@ def summarize(requests: Sequence[Request]) -> Summary:
         tpot_s=distribution(tpot for outcome in ok if (tpot := outcome.tpot_s) is not None),
         e2e_s=distribution(outcome.e2e_s for outcome in ok),
         send_lag_s=distribution(request.outcome.sent_at - request.due_at for request in requests),
+        goodput=None if slo is None else _goodput(requests, slo, wall_s),
+    )
+
+
+def _goodput(requests: Sequence[Request], slo: Slo, wall_s: float) -> Goodput:
+    good = [request.outcome for request in requests if slo.is_kept_by(request.outcome)]
+    return Goodput(
+        slo=slo,
+        num_good=len(good),
+        share=len(good) / len(requests),
+        requests_per_s=len(good) / wall_s,
+        output_tokens_per_s=sum(outcome.num_tokens for outcome in good) / wall_s,
     )
 
 

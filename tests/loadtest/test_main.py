@@ -145,6 +145,19 @@ async def test_server_pid_that_is_not_there(output: Path, capsys: pytest.Capture
     assert capsys.readouterr().err == "bench: server pid 4194305: no such process\n"
 
 
+async def test_goodput(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server = MockServer(first_delay_s=0.02, gap_s=0.001)
+    slo = ["--slo-ttft-ms", "10000", "--slo-itl-ms", "0.001"]
+    assert await bench(server, *_one_by_one(3), *slo, "--output", str(output)) == 0
+    (run,) = read_result(output)["runs"]
+    goodput = run["summary"]["goodput"]
+    assert goodput["slo"] == {"ttft_s": 10, "itl_s": 1e-6}
+    assert (goodput["num_good"], goodput["share"], goodput["requests_per_s"]) == (0, 0, 0)
+    shown = capsys.readouterr().out
+    assert "| goodput req/s |" in shown
+    assert "goodput counts the 0.0 % of the requests sent with TTFT ≤ 10000 ms and p99 of its ITL ≤ 0.001 ms" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -5,7 +5,7 @@ import pytest
 
 from loadtest.client import Failure, FailureKind, Outcome, TokenSource
 from loadtest.load import Request
-from loadtest.stats import Distribution, bucket_end_s, distribution, histogram, percentile, summarize
+from loadtest.stats import Distribution, Goodput, Slo, bucket_end_s, distribution, histogram, percentile, summarize
 from loadtest.workload import Prompt
 
 
@@ -126,3 +126,33 @@ def test_tpot_needs_two_tokens() -> None:
     outcome = request(1.0, itl_s=(), num_tokens=1).outcome
     assert outcome.tpot_s is None
     assert math.isclose(outcome.e2e_s, 0.11)
+
+
+@pytest.mark.parametrize(
+    ("slo", "kept"),
+    [
+        (Slo(ttft_s=0.101, itl_s=0.04), True),
+        (Slo(ttft_s=0.09), False),
+        (Slo(itl_s=0.03), False),
+        (Slo(itl_s=0.0399), True),  # the 99th percentile of 0.02 and 0.04 is 0.0398
+    ],
+)
+def test_an_slo_is_kept_by_both_times(slo: Slo, kept: bool) -> None:
+    assert slo.is_kept_by(request(1.0).outcome) is kept
+
+
+def test_a_single_event_has_no_gap_and_a_failed_request_keeps_nothing() -> None:
+    assert Slo(itl_s=0.001).is_kept_by(request(1.0, itl_s=(), num_tokens=1).outcome)
+    assert not Slo(ttft_s=9.0).is_kept_by(request(1.0, failure=Failure(FailureKind.TIMEOUT, "late")).outcome)
+
+
+def test_goodput_is_of_all_requests_sent() -> None:
+    slo = Slo(ttft_s=0.2)
+    refused = Failure(FailureKind.HTTP, "no credit", 429)
+    requests = [request(10.0), request(10.5, failure=refused), request(11.0, ttft_s=0.3), request(11.2, num_tokens=6)]
+    summary = summarize(requests, slo)
+    assert summary.wall_s == pytest.approx(1.37)
+    assert summary.goodput is not None
+    expected = Goodput(slo, 2, 0.5, pytest.approx(2 / 1.37), pytest.approx(10 / 1.37))  # type: ignore[arg-type]
+    assert summary.goodput == expected
+    assert summarize(requests).goodput is None

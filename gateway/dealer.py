@@ -22,10 +22,8 @@ import zmq
 import zmq.auth
 from zmq.utils.monitor import parse_monitor_message
 
+from gateway.slices import SLICE_S
 from protocol.codec import MAX_FRAME
-
-#: Reading goes on for at most this long before other callbacks of the event loop get their turn.
-SLICE_S = 0.004
 
 #: Frames that may wait in a socket: more than the Submits and Aborts of the largest grant (twice
 #: 1024 requests), so that a full queue means an engine that does not read.

@@ -13,6 +13,7 @@ from typing import Any
 from gateway.detokenizer import Detokenizer
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.schemas import ChatRequest, CompletionRequest, Options
+from gateway.slices import Slices
 from gateway.stream import GenerationRequest, TextDecoder
 from gateway.texts import ModelText
 from gateway.tokenizer import PromptTooLong
@@ -21,6 +22,9 @@ from protocol.sampling import SamplingError, SamplingParams
 
 #: What OpenAI's legacy route generates when nothing is said.
 COMPLETION_MAX_TOKENS = 16
+
+#: Ids of a prompt that are made text without a pause; each takes some microseconds.
+_ECHO_IDS = 512
 
 #: Fields of generation_config.json that hold where the request says nothing.
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -51,6 +55,7 @@ async def prepare_completion(
 ) -> GenerationRequest:
     """As `prepare_chat`, for each of the prompts."""
     prompts = []
+    slices = Slices()
     try:
         for prompt in request.prompts:
             if isinstance(prompt, str):
@@ -58,12 +63,13 @@ async def prepare_completion(
                     prompt, add_special_tokens=request.add_special_tokens, most=serving.context_length
                 )
             prompts.append(prompt)
+            await slices.turn()
     except PromptTooLong as error:
         raise _context_exceeded(error, request.options, "prompt", serving) from None
     return _generation(request.options, tuple(prompts), "prompt", COMPLETION_MAX_TOKENS, serving, text, call)
 
 
-def echoes(request: CompletionRequest, prompts: tuple[array[int], ...], text: ModelText) -> list[str]:
+async def echoes(request: CompletionRequest, prompts: tuple[array[int], ...], text: ModelText) -> list[str]:
     """What stands before the answers to each prompt: under echo its text, else nothing.
 
     Of a prompt given as ids that ends inside a character, that character is left to the answer.
@@ -71,13 +77,18 @@ def echoes(request: CompletionRequest, prompts: tuple[array[int], ...], text: Mo
     if not request.echo:
         return [""] * len(prompts)
     skip_special_tokens = request.options.skip_special_tokens
+    slices = Slices()
     texts = []
     for given, prompt_ids in zip(request.prompts, prompts, strict=True):
         if isinstance(given, str):
             texts.append(given)
         else:
             detokenizer = Detokenizer(text.tokenizer, u32(), skip_special_tokens)
-            texts.append("".join(map(detokenizer.push, prompt_ids)))
+            pieces: list[str] = []
+            for start in range(0, len(prompt_ids), _ECHO_IDS):
+                pieces += map(detokenizer.push, prompt_ids[start : start + _ECHO_IDS])
+                await slices.turn()
+            texts.append("".join(pieces))
     return texts
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from gateway.errors import EngineFailed, GatewayError, Unavailable, from_failure
 from gateway.placement import Placement, Siblings
 from gateway.router import Router, Seat, stop_process
+from gateway.slices import Slices
 from gateway.stream import Generation, GenerationRequest
 from protocol.messages import ErrorCode, Failure
 from protocol.metrics import Instruments
@@ -26,8 +27,6 @@ from protocol.sampling import choice_seed
 
 log = logging.getLogger(__name__)
 
-#: Choices are submitted for at most this long before other callbacks get their turn.
-_SLICE_S = 0.004
 #: Pause after an engine refused a choice for want of room, and between looks at those that wait.
 _RETRY_S = 0.1
 
@@ -124,7 +123,7 @@ class Dispatcher:
                 return seat
 
     async def _place(self, placements: list[Placement], wait_s: float, *, patient: bool) -> None:
-        until = time.perf_counter() + _SLICE_S
+        slices = Slices()
         for placement in placements:
             try:
                 if not _is_settled(placement):
@@ -134,9 +133,7 @@ class Dispatcher:
             except GatewayError as error:
                 placement.choice.fail(error)
                 return
-            if time.perf_counter() > until:
-                await asyncio.sleep(0)
-                until = time.perf_counter() + _SLICE_S
+            await slices.turn()
 
     # --- told by placements ----------------------------------------------------------------------
 
@@ -192,13 +189,11 @@ class Dispatcher:
             self._look_again.clear()
             batch, self._moving = self._moving, []
             waiting = []
-            until = time.perf_counter() + _SLICE_S
+            slices = Slices()
             for placement in batch:
                 if not self._is_moved(placement):
                     waiting.append(placement)
-                if time.perf_counter() > until:
-                    await asyncio.sleep(0)
-                    until = time.perf_counter() + _SLICE_S
+                await slices.turn()
             self._moving = waiting + self._moving
             if self._moving:
                 with contextlib.suppress(TimeoutError):

@@ -277,13 +277,14 @@ def _stop(value: object) -> tuple[str, ...]:
 
 
 def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    entries = mapping(value)
+    if len(entries) > MAX_LOGIT_BIAS:
+        raise Unfit(f"must have at most {MAX_LOGIT_BIAS} entries, got {len(entries)}")
     bias = {}
-    for key, entry in mapping(value).items():
+    for key, entry in entries.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise Unfit(f"must map token ids (as strings of digits) to numbers, got the key {shown(key)}")
         bias[int(key)] = float(_number(entry))
-    if len(bias) > MAX_LOGIT_BIAS:
-        raise Unfit(f"must have at most {MAX_LOGIT_BIAS} entries, got {len(bias)}")
     return tuple(bias.items())
 
 
@@ -303,6 +304,8 @@ def _prompts(value: object) -> tuple[str | array[int], ...]:
         raise Unfit(f"must be a string, a list of token ids, or a list of either, none empty; got {shown(value)}")
     if isinstance(value[0], int):
         return (_prompt_ids(value),)
+    if len(value) > MAX_CHOICES:
+        raise Unfit(f"must have at most {MAX_CHOICES} prompts, got {len(value)}")
     if all(isinstance(entry, str) for entry in value):
         return tuple(value)
     return tuple(_prompt_ids(entry) for entry in value)

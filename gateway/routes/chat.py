@@ -6,16 +6,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.answering import answer
+from gateway.bodies import parsed
 from gateway.preparation import prepare_chat
 from gateway.replies import ChatReply, Reply
-from gateway.schemas import parse_chat, parse_json
+from gateway.schemas import parse_chat
 from gateway.service import call, service
 from gateway.stream import Generation
 
 
 async def create_chat_completion(request: Request) -> Response:
     shared = service(request)
-    chat = parse_chat(parse_json(await request.body()), allow_unknown=shared.allow_unknown_fields)
+    chat = await parsed(request, parse_chat)
     serving = shared.serving(chat.options.model)
     text = await shared.texts.get(serving)
     prepared = await prepare_chat(chat, serving, text, call(request))

@@ -6,20 +6,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.answering import answer
+from gateway.bodies import parsed
 from gateway.preparation import echoes, prepare_completion
 from gateway.replies import CompletionReply, Reply
-from gateway.schemas import parse_completion, parse_json
+from gateway.schemas import parse_completion
 from gateway.service import call, service
 from gateway.stream import Generation
 
 
 async def create_completion(request: Request) -> Response:
     shared = service(request)
-    completion = parse_completion(parse_json(await request.body()), allow_unknown=shared.allow_unknown_fields)
+    completion = await parsed(request, parse_completion)
     serving = shared.serving(completion.options.model)
     text = await shared.texts.get(serving)
     prepared = await prepare_completion(completion, serving, text, call(request))
-    before = echoes(completion, prepared.prompts, text)
+    before = await echoes(completion, prepared.prompts, text)
 
     def reply(generation: Generation) -> Reply:
         return CompletionReply(completion.options, generation, prepared.model, serving.numerics, text.tokenizer, before)

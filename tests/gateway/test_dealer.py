@@ -12,7 +12,8 @@ import pytest
 import zmq
 import zmq.auth
 
-from gateway.dealer import SLICE_S, AddressError, Context, CurveKeys, Dealer, needs_keys
+from gateway.dealer import AddressError, Context, CurveKeys, Dealer, needs_keys
+from gateway.slices import SLICE_S
 from tests.gateway.scripted_engine import PATIENCE_S, until
 
 

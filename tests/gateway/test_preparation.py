@@ -140,5 +140,5 @@ async def test_an_echo_is_the_prompts_text_up_to_its_last_whole_character() -> N
     text = ModelText.from_files(vocabularies.byte_level())
     ids = list(await text.tokenizer.encode("hé", add_special_tokens=False, most=4096))
     request = parse_completion({"prompt": [ids, ids[:-1]], "echo": True}, allow_unknown=False)
-    assert echoes(request, (u32(ids), u32(ids[:-1])), text) == ["hé", "h"]
-    assert echoes(replace(request, echo=False), (u32(ids), u32(ids)), text) == ["", ""]
+    assert await echoes(request, (u32(ids), u32(ids[:-1])), text) == ["hé", "h"]
+    assert await echoes(replace(request, echo=False), (u32(ids), u32(ids)), text) == ["", ""]

@@ -249,6 +249,7 @@ def test_continuing_needs_something_to_continue() -> None:
         ({"prompt": [True, 1]}, "prompt", "must be a list of token ids"),
         ({"prompt": [[1], [True]]}, "prompt", "must be a list of token ids"),
         ({"prompt": ["a"] * 20, "n": 100}, "prompt", "at most 1024, got 2000"),
+        ({"prompt": [[1]] * 1025}, "prompt", "at most 1024 prompts, got 1025"),
         ({"logprobs": True}, "logprobs", "must be an integer"),
         ({"logprobs": 21}, "logprobs", "must be between 0 and 20"),
         ({"echo": True, "logprobs": 0}, "echo", "echo with logprobs"),

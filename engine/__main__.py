@@ -117,7 +117,7 @@ class Engine:
 
     def run(self, runner: Runner, resolved: Resolved, parent: Parent) -> None:
         """Serve until drained. Raises what the runner raises when its device is lost."""
-        self._metrics = EngineMetrics(resolved.public_name, resolved.info.num_blocks)
+        self._metrics = EngineMetrics(resolved)
         self._core = EngineCore(resolved, runner, self._inbox, self._server.deliver, self._metrics)
         # What start-up made lives as long as the process: the collector need not look at it again.
         gc.collect()

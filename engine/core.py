@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from engine.config import Resolved
-from engine.events import Delivery, Entered, to_messages
+from engine.events import Delivery, to_messages
 from engine.inbox import Aborted, Drain, Inbox, OwnerLost, Submitted
 from engine.metrics import EngineMetrics
 from engine.plan import Runner, StepPlan
@@ -69,6 +69,7 @@ class EngineCore:
         if busy and (plan is None or len(self._in_flight) == self._runner.max_in_flight):
             self._collect()
         elif events := self.scheduler.take_events():
+            self._metrics.observe_events(events, now)
             self._deliver(to_messages(self.scheduler.num_steps, events, None))
         assert busy or not self.scheduler.has_requests, "there are requests, and nothing runs"
         if arrived and not busy:
@@ -85,9 +86,7 @@ class EngineCore:
         self._metrics.observe_step(plan.num_tokens, now - launched)
         self._last_commit = now
         events = self.scheduler.commit(plan, result)
-        for event in events:
-            if isinstance(event, Entered):
-                self._metrics.observe_queue(event.message.queue_ms / 1000)
+        self._metrics.observe_events(events, now)
         self._publish(now)
         self._deliver(to_messages(plan.step, events, result.logprobs))
 

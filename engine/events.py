@@ -16,10 +16,11 @@ from protocol.messages import U16, U32, Admitted, Finished, Logprobs, Step
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """A request got its first slot."""
+    """A request got its first slot, at a monotonic time in seconds."""
 
     owner: int
     message: Admitted
+    at: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,18 @@ loop.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prometheus_client import CollectorRegistry
 
+from engine.config import Resolved
+from engine.events import Ended, Entered, Event, Sampled
+from engine.request import RequestKey
 from engine.status import Status
 from protocol import metrics
-from protocol.messages import Phase, Totals
+from protocol.messages import Finished, FinishReason, Phase, Totals
 
 #: Row of `protocol.metrics` and the total it shows.
 _COUNTERS: tuple[tuple[str, Callable[[Totals], int]], ...] = (
@@ -27,13 +31,24 @@ _COUNTERS: tuple[tuple[str, Callable[[Totals], int]], ...] = (
 )
 
 
+@dataclass(slots=True)
+class _Life:
+    """When a request got its slot and its tokens, in monotonic seconds."""
+
+    entered: float
+    first_token: float | None = None
+    last_token: float = 0.0
+
+
 class EngineMetrics:
     """Instruments of one engine, labelled with the model's public name."""
 
-    def __init__(self, model_name: str, num_blocks: int) -> None:
+    def __init__(self, resolved: Resolved) -> None:
+        model_name, info = resolved.public_name, resolved.info
         self._registry = CollectorRegistry()
-        self._num_blocks = num_blocks
+        self._num_blocks = info.num_blocks
         self._shown = Totals()
+        self._lives: dict[RequestKey, _Life] = {}
         self._lock = threading.Lock()
         instruments = metrics.build(metrics.Owner.ENGINE, self._registry)
         self._counters = [(instruments.counter(name).labels(model_name), total) for name, total in _COUNTERS]
@@ -41,15 +56,42 @@ class EngineMetrics:
         self._waiting = instruments.gauge("num_requests_waiting").labels(model_name)
         self._usage = instruments.gauge("kv_cache_usage_perc").labels(model_name)
         self._queue = instruments.histogram("request_queue_time_seconds").labels(model_name)
+        self._prefill = instruments.histogram("request_prefill_time_seconds").labels(model_name)
+        self._decode = instruments.histogram("request_decode_time_seconds").labels(model_name)
+        self._inference = instruments.histogram("request_inference_time_seconds").labels(model_name)
+        self._computed = instruments.histogram("request_prefill_kv_computed_tokens").labels(model_name)
         self._tokens = instruments.histogram("iteration_tokens_total").labels(model_name)
         self._duration = instruments.histogram("step_duration_seconds").labels(model_name)
+        caching = str(resolved.enable_prefix_caching)
+        instruments.gauge("cache_config_info").labels(model_name, info.block_size, info.num_blocks, caching).set(1)
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         self._tokens.observe(num_tokens)
         self._duration.observe(seconds)
 
-    def observe_queue(self, seconds: float) -> None:
-        self._queue.observe(seconds)
+    def observe_events(self, events: Iterable[Event], now: float) -> None:
+        """What happened to requests up to `now`, in monotonic seconds."""
+        for event in events:
+            match event:
+                case Sampled(request=request):
+                    life = self._lives[request.key]
+                    life.last_token = now
+                    if life.first_token is None:
+                        life.first_token = now
+                case Entered(owner=owner, message=admitted, at=at):
+                    self._queue.observe(admitted.queue_ms / 1000)
+                    self._lives[owner, admitted.handle] = _Life(at)
+                case Ended(owner=owner, message=finished):
+                    if (ended := self._lives.pop((owner, finished.handle), None)) is not None:
+                        self._observe_end(ended, finished)
+
+    def _observe_end(self, life: _Life, finished: Finished) -> None:
+        """The times of requests that came to their own end; others were cut somewhere."""
+        if finished.reason in (FinishReason.STOP, FinishReason.LENGTH) and life.first_token is not None:
+            self._prefill.observe(life.first_token - life.entered)
+            self._decode.observe(life.last_token - life.first_token)
+            self._inference.observe(life.last_token - life.entered)
+            self._computed.observe(finished.num_prompt - finished.num_cached)
 
     def exposition(self, status: Status) -> bytes:
         """Prometheus text of a moment. Any thread may ask."""

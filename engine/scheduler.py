@@ -276,7 +276,7 @@ class Scheduler:
         self.counts.prefix_queries += request.num_prompt
         self.counts.prefix_hits += request.num_cached
         queue_ms = round((now - request.arrived) * 1000)
-        self._events.append(Entered(request.owner, Admitted(request.handle, request.num_cached, queue_ms)))
+        self._events.append(Entered(request.owner, Admitted(request.handle, request.num_cached, queue_ms), now))
 
     # --- results ---------------------------------------------------------------------------------
 

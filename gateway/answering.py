@@ -32,8 +32,8 @@ MakeReply = Callable[[Generation], Reply]
 async def answer(request: Request, prepared: GenerationRequest, make_reply: MakeReply) -> Response:
     """The response. Raises the errors of `Dispatcher.start` and `Generation.next`, and ClientLeft."""
     shared = service(request)
-    measure = shared.measures.request(prepared, request.state.arrived)
     generation = await unless_left(request.receive, shared.dispatcher.start(prepared))
+    measure = shared.measures.request(prepared, generation, request.state.arrived)
     reply = make_reply(generation)
     try:
         if prepared.stream:
@@ -41,18 +41,22 @@ async def answer(request: Request, prepared: GenerationRequest, make_reply: Make
         return await _whole(request, generation, reply, measure)
     except BaseException:
         generation.abort()
+        measure.finish()
         raise
 
 
 async def _whole(request: Request, generation: Generation, reply: Reply, measure: RequestMeasure) -> Response:
     async def collect() -> list[Delta]:
-        return [delta async for delta in generation]
+        deltas = []
+        async for delta in generation:
+            measure.ended(delta)
+            deltas.append(delta)
+        return deltas
 
     deltas = await unless_left(request.receive, collect())
-    for delta in deltas:
-        measure.ended(delta)
-    measure.finish(generation)
-    return Response(reply.whole(deltas), media_type="application/json")
+    response = Response(reply.whole(deltas), media_type="application/json")
+    measure.finish()
+    return response
 
 
 async def _streamed(request: Request, generation: Generation, reply: Reply, measure: RequestMeasure) -> Response:
@@ -84,7 +88,7 @@ async def _streamed(request: Request, generation: Generation, reply: Reply, meas
 
     def end() -> None:
         generation.abort()
-        measure.finish(generation)
+        measure.finish()
 
     return EventStream(produce, end)
 

@@ -19,15 +19,12 @@ class Measures:
         self._instruments = instruments
         self._models: dict[str, _ModelMeasures] = {}
 
-    def request(self, request: GenerationRequest, arrived: float) -> RequestMeasure:
+    def request(self, request: GenerationRequest, generation: Generation, arrived: float) -> RequestMeasure:
         """Begin to measure a request that arrived at `arrived` (`time.perf_counter`)."""
         model = self._models.get(request.model)
         if model is None:
             model = self._models[request.model] = _bind(self._instruments, request.model)
-        model.prompt_tokens.observe(sum(map(len, request.prompts)))
-        model.n.observe(request.n)
-        model.max_tokens.observe(request.sampling.max_tokens)
-        return RequestMeasure(model, arrived)
+        return RequestMeasure(model, request, generation, arrived)
 
     def error(self, status: int) -> None:
         self._instruments.counter("request_errors_total").labels(status=str(status)).inc()
@@ -41,6 +38,7 @@ class _ModelMeasures:
     whole: Histogram
     prompt_tokens: Histogram
     generated_tokens: Histogram
+    longest_choice: Histogram
     n: Histogram
     max_tokens: Histogram
     ended: dict[FinishReason, Counter]
@@ -58,6 +56,7 @@ def _bind(instruments: Instruments, model: str) -> _ModelMeasures:
         whole=histogram("e2e_request_latency_seconds"),
         prompt_tokens=histogram("request_prompt_tokens"),
         generated_tokens=histogram("request_generation_tokens"),
+        longest_choice=histogram("request_max_num_generation_tokens"),
         n=histogram("request_params_n"),
         max_tokens=histogram("request_params_max_tokens"),
         ended={reason: success.labels(model_name=model, finished_reason=reason.value) for reason in FinishReason},
@@ -65,40 +64,62 @@ def _bind(instruments: Instruments, model: str) -> _ModelMeasures:
 
 
 class RequestMeasure:
-    """The times of one request, in seconds of `time.perf_counter`."""
+    """One request: `streamed` or `ended` for its deltas, then `finish`. Times are of `time.perf_counter`."""
 
-    def __init__(self, model: _ModelMeasures, arrived: float) -> None:
+    def __init__(
+        self, model: _ModelMeasures, request: GenerationRequest, generation: Generation, arrived: float
+    ) -> None:
         self._model = model
+        self._request = request
+        self._generation = generation
         self._arrived = arrived
-        self._first: dict[int, float] = {}  # by choice
-        self._last: dict[int, float] = {}
+        self._has_first = False
+        self._last: dict[int, float] = {}  # delivery, by choice
+        self._num_ended = 0
 
     def streamed(self, delta: Delta) -> None:
         """A delta that goes to the client now."""
-        now = time.perf_counter()
         if delta.ids:
-            index = delta.index
+            now, index = time.perf_counter(), delta.index
             last = self._last.get(index)
             self._last[index] = now
             if last is not None:
                 self._model.gaps.observe(now - last, now)
             else:
-                if not self._first:
-                    self._model.first_token.observe(now - self._arrived)
-                self._first[index] = now
+                self._begun()
         if delta.finish_reason is not None:
-            first = self._first.get(delta.index)
-            if first is not None and delta.num_generated > 1:
-                self._model.per_token.observe((now - first) / (delta.num_generated - 1))
             self.ended(delta)
 
     def ended(self, delta: Delta) -> None:
         """The last delta of a choice."""
         assert delta.finish_reason is not None
+        self._num_ended += 1
         self._model.ended[delta.finish_reason].inc()
+        self._begun()
+        began_at = self._generation.choices[delta.index].first_token_at
+        if began_at is not None and delta.num_generated > 1:
+            self._model.per_token.observe((time.perf_counter() - began_at) / (delta.num_generated - 1))
 
-    def finish(self, generation: Generation) -> None:
-        """The request has been answered, in full or in part."""
+    def finish(self) -> None:
+        """No more of it goes to the client: it was answered in full, or failed, or the client left."""
         self._model.gaps.flush()
+        choices = self._generation.choices
+        if num_cut := len(choices) - self._num_ended:
+            reason = FinishReason.ERROR if self._generation.has_failed else FinishReason.ABORT
+            self._model.ended[reason].inc(num_cut)
+            return
         self._model.whole.observe(time.perf_counter() - self._arrived)
-        self._model.generated_tokens.observe(sum(len(choice.generated_ids) for choice in generation.choices))
+        self._model.prompt_tokens.observe(sum(map(len, self._request.prompts)))
+        num_generated = [len(choice.generated_ids) for choice in choices]
+        self._model.generated_tokens.observe(sum(num_generated))
+        self._model.longest_choice.observe(max(num_generated))
+        self._model.n.observe(self._request.n)
+        self._model.max_tokens.observe(self._request.sampling.max_tokens)
+
+    def _begun(self) -> None:
+        """There are tokens; only the first of all counts."""
+        if not self._has_first:
+            began_at = [at for choice in self._generation.choices if (at := choice.first_token_at) is not None]
+            if began_at:
+                self._has_first = True
+                self._model.first_token.observe(min(began_at) - self._arrived)

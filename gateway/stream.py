@@ -17,6 +17,7 @@ so a slow reader delays no abort and its unread deltas merge into one.
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -118,6 +119,7 @@ class Choice:
         "admitted",
         "cached_tokens",
         "ended",
+        "first_token_at",
         "generated_ids",
         "in_mailbox",
         "include_stop",
@@ -139,6 +141,7 @@ class Choice:
         self.cached_tokens = 0  # prompt tokens the engine did not have to compute
         self.admitted = False  # an engine has begun with it
         self.ended = False
+        self.first_token_at: float | None = None  # seconds of `time.perf_counter`
         self.in_mailbox = False
         self._generation = generation
         self._carrier: Carrier | None = None
@@ -173,6 +176,8 @@ class Choice:
         known = len(self.generated_ids)
         if first > known:
             raise Gap(f"token {first} came where {known} was next")
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
         generated_ids, unread_rows = self.generated_ids, self._unread_rows
         for at in range(known - first, len(ids)):
             token = ids[at]
@@ -331,6 +336,11 @@ class Generation:
         """The client has left: every unfinished choice is ended at its engine. Idempotent."""
         for choice in self.choices:
             choice.abort()
+
+    @property
+    def has_failed(self) -> bool:
+        """A choice failed, and the others were ended for it."""
+        return self._error is not None
 
     # --- for its choices -------------------------------------------------------------------------
 

@@ -73,9 +73,19 @@ _COUNTER, _GAUGE, _HISTOGRAM = Type.COUNTER, Type.GAUGE, Type.HISTOGRAM
 
 TABLE = (
     Metric(
-        _G, _HISTOGRAM, "time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=_TTFT
+        _G,
+        _HISTOGRAM,
+        "time_to_first_token_seconds",
+        "From a request's arrival to its first token, streamed or not.",
+        buckets=_TTFT,
     ),
-    Metric(_G, _HISTOGRAM, "inter_token_latency_seconds", "Between two deliveries of one choice.", buckets=_TOKEN_GAP),
+    Metric(
+        _G,
+        _HISTOGRAM,
+        "inter_token_latency_seconds",
+        "Between two deliveries of one choice of a stream.",
+        buckets=_TOKEN_GAP,
+    ),
     Metric(
         _G,
         _HISTOGRAM,
@@ -83,16 +93,29 @@ TABLE = (
         "A choice's time after its first token, per token after it.",
         buckets=_TOKEN_GAP,
     ),
-    Metric(_G, _HISTOGRAM, "e2e_request_latency_seconds", "From a request's arrival to its end.", buckets=_LATENCY),
+    Metric(
+        _G,
+        _HISTOGRAM,
+        "e2e_request_latency_seconds",
+        "From arrival to end of a request answered in full.",
+        buckets=_LATENCY,
+    ),
     Metric(_G, _HISTOGRAM, "request_prompt_tokens", "Prompt tokens of a request.", buckets=_TOKENS),
     Metric(_G, _HISTOGRAM, "request_generation_tokens", "Generated tokens of a request.", buckets=_TOKENS),
+    Metric(
+        _G,
+        _HISTOGRAM,
+        "request_max_num_generation_tokens",
+        "Generated tokens of a request's longest choice.",
+        buckets=_TOKENS,
+    ),
     Metric(_G, _HISTOGRAM, "request_params_n", "The n that requests ask for.", buckets=_CHOICES),
     Metric(_G, _HISTOGRAM, "request_params_max_tokens", "The max_tokens of requests.", buckets=_TOKENS),
     Metric(
         _G,
         _COUNTER,
         "request_success_total",
-        "Choices that ended, by finish reason.",
+        "Choices that ended, by finish reason; abort is a client that left, error what the gateway could not finish.",
         labels=("model_name", "finished_reason"),
     ),
     Metric(_G, _COUNTER, "request_errors_total", "Requests answered with an error.", labels=("status",)),
@@ -103,6 +126,13 @@ TABLE = (
     Metric(_E, _GAUGE, "num_requests_running", "Requests in a slot."),
     Metric(_E, _GAUGE, "num_requests_waiting", "Requests waiting for a slot."),
     Metric(_E, _GAUGE, "kv_cache_usage_perc", "Share of KV blocks that requests hold; 1 is all."),
+    Metric(
+        _E,
+        _GAUGE,
+        "cache_config_info",
+        "Always 1; the KV cache is described by the labels.",
+        labels=("model_name", "block_size", "num_gpu_blocks", "enable_prefix_caching"),
+    ),
     Metric(_E, _COUNTER, "prompt_tokens_total", "Prompt tokens taken in."),
     Metric(_E, _COUNTER, "generation_tokens_total", "Tokens sampled."),
     Metric(_E, _COUNTER, "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
@@ -111,6 +141,30 @@ TABLE = (
     Metric(_E, _COUNTER, "num_aborts_total", "Requests that their gateway ended."),
     Metric(
         _E, _HISTOGRAM, "request_queue_time_seconds", "From a Submit's arrival to its first step.", buckets=_LATENCY
+    ),
+    Metric(
+        _E,
+        _HISTOGRAM,
+        "request_prefill_time_seconds",
+        "From a request's first step to its first token.",
+        buckets=_LATENCY,
+    ),
+    Metric(
+        _E, _HISTOGRAM, "request_decode_time_seconds", "From a request's first token to its last.", buckets=_LATENCY
+    ),
+    Metric(
+        _E,
+        _HISTOGRAM,
+        "request_inference_time_seconds",
+        "From a request's first step to its last token.",
+        buckets=_LATENCY,
+    ),
+    Metric(
+        _E,
+        _HISTOGRAM,
+        "request_prefill_kv_computed_tokens",
+        "Prompt tokens of a request that the prefix cache did not have.",
+        buckets=_TOKENS,
     ),
     Metric(_E, _HISTOGRAM, "iteration_tokens_total", "Tokens computed in a step.", buckets=_BATCH),
     Metric(_E, _HISTOGRAM, "step_duration_seconds", "From the launch of a step to its commit.", buckets=_STEP),

@@ -20,7 +20,7 @@ class Loop:
         driver = Driver(**values)  # for its runner and resolved settings
         self.inbox = Inbox()
         self.delivered: list[Delivery] = []
-        self.metrics = EngineMetrics("model", driver.resolved.info.num_blocks)
+        self.metrics = EngineMetrics(driver.resolved)
         self.core = EngineCore(driver.resolved, driver.runner, self.inbox, self.delivered.extend, self.metrics)
 
     def submit(self, message: Submit, owner: int = 1) -> None:
@@ -149,7 +149,7 @@ def test_metrics_show_totals_gauges_and_histograms():
         "\n"
     )  # asking twice adds nothing
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("sluicegate:"))
-    label = '{model_name="model"}'
+    label = '{model_name="fake"}'
     values = {
         name: float(lines[f"sluicegate:{name}{label}"])
         for name in (
@@ -165,6 +165,8 @@ def test_metrics_show_totals_gauges_and_histograms():
             "step_duration_seconds_count",
             "iteration_tokens_total_sum",
             "request_queue_time_seconds_count",
+            "request_prefill_time_seconds_count",
+            "request_prefill_kv_computed_tokens_sum",
         )
     }
     assert values == {
@@ -180,4 +182,8 @@ def test_metrics_show_totals_gauges_and_histograms():
         "step_duration_seconds_count": 6,
         "iteration_tokens_total_sum": 40 + 2 + 8 + 2,
         "request_queue_time_seconds_count": 2,
+        "request_prefill_time_seconds_count": 1,
+        "request_prefill_kv_computed_tokens_sum": 40,
     }
+    info = '{block_size="16",enable_prefix_caching="True",model_name="fake",num_gpu_blocks="64"}'
+    assert lines[f"sluicegate:cache_config_info{info}"] == "1.0"

@@ -16,7 +16,7 @@ def request(owner: int, handle: int, logprobs: int | None = None) -> Request:
 def test_what_a_gateway_hears_is_in_order_and_its_tokens_are_one_step():
     finished = Finished(1, FinishReason.LENGTH, 6, 0, 3)
     events: list[Event] = [
-        Entered(7, Admitted(2, 16, 5)),
+        Entered(7, Admitted(2, 16, 5), 1.5),
         Sampled(request(7, 1), 2, 65, 0),
         Ended(7, finished),
         Sampled(request(8, 1), 0, 66, 1),

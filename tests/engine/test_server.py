@@ -79,7 +79,7 @@ def engine(
         curve=curve,
         high_water_mark=high_water_mark,
     )
-    metrics = EngineMetrics("fake", driver.resolved.info.num_blocks)
+    metrics = EngineMetrics(driver.resolved)
     core = EngineCore(driver.resolved, driver.runner, inbox, server.deliver, metrics)
     cores.append(core)
     thread = threading.Thread(target=core.run, daemon=True)

@@ -248,4 +248,4 @@ async def test_metrics_count_what_clients_saw(gateway: StubGateway) -> None:
     assert value("request_params_n_sum") == 3
     assert value("request_params_max_tokens_sum") == 3 + 16
     assert value("e2e_request_latency_seconds_count") == 2
-    assert value("time_to_first_token_seconds_count") == 1
+    assert value("time_to_first_token_seconds_count") == 2

@@ -61,8 +61,7 @@ class Loop:
         assert resolved.info.num_blocks == num_blocks
         self._delivered: list[Delivery] = []
         self._inbox = Inbox()
-        metrics = EngineMetrics("model", num_blocks)
-        self.core = EngineCore(resolved, runner, self._inbox, self._delivered.extend, metrics)
+        self.core = EngineCore(resolved, runner, self._inbox, self._delivered.extend, EngineMetrics(resolved))
 
     def run(self, submits: list[Submit]) -> dict[int, Answer]:
         for message in submits:

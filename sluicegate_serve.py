@@ -169,14 +169,16 @@ def programs(config: ServeConfig, folder: Path) -> list[list[Program]]:
     if config.log_format == "auto":
         told["log_format"] = style
     config = config.model_copy(update=told)
-    return [[_program("engine", config, EngineConfig)], [_program("gateway", config, GatewayConfig)]]
+    engine = _program("engine", config, EngineConfig, config.drain_timeout)
+    gateway = _program("gateway", config, GatewayConfig, config.shutdown_grace)
+    return [[engine], [gateway]]
 
 
-def _program(name: str, config: ServeConfig, settings: type[Settings]) -> Program:
+def _program(name: str, config: ServeConfig, settings: type[Settings], grace_s: float) -> Program:
     # `-P`: a folder called `engine` where the user happens to be is not ours.
     argv = (sys.executable, "-P", "-m", "sluicegate", name, *config.to_argv(settings))
     environ = child_environ(config.secrets(settings))
-    return Program(name, argv, environ)
+    return Program(name, argv, environ, grace_s)
 
 
 def available_port(host: str, port: int) -> int:

@@ -58,7 +58,9 @@ def forget_dead(folder: str) -> None:
 async def _supervise(config: GatewayConfig, folder: str, parent: Parent) -> None:
     argv = (sys.executable, "-P", "-m", "sluicegate", "gateway", *config.to_argv(GatewayConfig))
     environ = child_environ(config.secrets(GatewayConfig)) | {_METRICS_VARIABLE: folder}
-    workers = [Program(f"gateway-worker-{number}", argv, environ) for number in range(config.workers)]
+    workers = [
+        Program(f"gateway-worker-{number}", argv, environ, config.shutdown_grace) for number in range(config.workers)
+    ]
     supervisor = Supervisor([workers], _ignore)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
-#: How long a child may take to drain after SIGTERM. A gateway gives open streams 5 s of it.
-STOP_TIMEOUT_S = 10.0
+#: A child that is there for so long after its grace is over is stuck.
+STOP_MARGIN_S = 5.0
 
 
 class ChildFailed(Exception):
@@ -38,11 +38,12 @@ class ChildFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to run. `--parent-pipe=N` is added to `argv`."""
+    """What to run. `--parent-pipe=N` is added to `argv`. After SIGTERM it gives open work `grace_s` seconds."""
 
     name: str
     argv: tuple[str, ...]
     environ: Mapping[str, str]
+    grace_s: float = 0.0
 
 
 #: Called with the name of a program and how far it is with its start.
@@ -81,15 +82,16 @@ class Child:
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
 
     async def stop(self) -> None:
-        """End the current life by SIGTERM, or by SIGKILL after STOP_TIMEOUT_S."""
+        """End the current life by SIGTERM, or by SIGKILL when it outstays its grace."""
         self._stopping.set()
         if not self._signal(signal.SIGTERM):
             return
         assert self._process is not None
+        limit_s = self._program.grace_s + STOP_MARGIN_S
         try:
-            await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
+            await asyncio.wait_for(self._process.wait(), limit_s)
         except TimeoutError:
-            log.warning("%s_killed", self.name, extra={"after_s": STOP_TIMEOUT_S})
+            log.warning("%s_killed", self.name, extra={"after_s": limit_s})
             self.kill()
             await self._process.wait()
 

@@ -231,6 +231,12 @@ def test_options_are_passed_to_the_child_they_belong_to(tmp_path: Path) -> None:
     assert sorted(gateway.argv[5:]) == sorted(["--port=1", "--hang-timeout=3.0", f"--engine={address}", *shared])
 
 
+def test_children_are_given_the_time_that_they_give_to_open_work(tmp_path: Path) -> None:
+    config = configured("m", "--drain-timeout=7", "--shutdown-grace=90")
+    (engine,), (gateway,) = programs(config, tmp_path)
+    assert (engine.grace_s, gateway.grace_s) == (7.0, 90.0)
+
+
 def test_children_get_no_variable_that_serve_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLUICEGATE_PORT", "1")
     for group in programs(configured("m"), tmp_path):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -183,7 +184,7 @@ async def test_a_second_stop_ends_at_once(program, journal) -> None:
 
 
 async def test_a_child_that_does_not_drain_is_killed(program, monkeypatch) -> None:
-    monkeypatch.setattr(supervisor_module, "STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(supervisor_module, "STOP_MARGIN_S", 0.2)
     deaf = program("gateway", "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVE)
     watch = Watch()
     supervisor = Supervisor([[deaf]], watch.on_progress)
@@ -191,6 +192,18 @@ async def test_a_child_that_does_not_drain_is_killed(program, monkeypatch) -> No
     await watch.announced.wait()
     supervisor.stop()
     await asyncio.wait_for(running, 5.0)
+
+
+async def test_a_child_may_take_the_grace_it_gives_to_open_work(program, journal, monkeypatch) -> None:
+    monkeypatch.setattr(supervisor_module, "STOP_MARGIN_S", 0.1)
+    slow = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), end()))\n" + SERVE
+    watch = Watch()
+    supervisor = Supervisor([[replace(program("gateway", slow), grace_s=30.0)]], watch.on_progress)
+    running = asyncio.create_task(supervisor.run(watch.announce))
+    await watch.announced.wait()
+    supervisor.stop()
+    await asyncio.wait_for(running, 5.0)
+    assert journal.events() == ["gateway started", "gateway ready", "gateway terminated"]
 
 
 async def test_stopping_while_a_child_waits_for_its_next_start(program, journal, monkeypatch) -> None:

@@ -88,7 +88,7 @@ def child_environ(secrets: Mapping[str, str]) -> dict[str, str]:
 class Settings(BaseModel):
     """Options that every program has, and how a program gets the values of its own."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     #: Fields that a subclass decides by itself; they are no options there.
     decided: ClassVar[frozenset[str]] = frozenset()

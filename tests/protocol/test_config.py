@@ -122,6 +122,7 @@ def test_unknown_variables_that_are_nearly_ours_are_refused_and_others_left_alon
         (["m", "--port=x"], "--port: Input should be a valid integer, unable to parse string as an integer; got 'x'."),
         (["m", "--dtype=int3"], "--dtype: Input should be 'auto' or 'float32'; got 'int3'."),
         (["m", "--timeout=0"], "--timeout: Input should be greater than 0; got '0'."),
+        (["m", "--timeout=inf"], "--timeout: Input should be a finite number; got 'inf'."),
         (["m", "--port"], "argument --port: expected one argument"),
     ],
 )

@@ -327,7 +327,10 @@ class Reception:
 
     def _drop(self, account: Account, code: RejectCode, text: str) -> None:
         """Forget a gateway and end its requests; what comes from the connection later is rejected."""
-        log.warning(
+        # A gateway that stops goes like this, without a word: worth a warning where work was lost.
+        is_harmless = code is RejectCode.ACCOUNT_LOST and not account.num_live
+        log.log(
+            logging.INFO if is_harmless else logging.WARNING,
             "gateway_dropped",
             extra={"gateway": account.name, "account": account.number, "reason": text, "requests": account.num_live},
         )

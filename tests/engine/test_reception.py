@@ -107,7 +107,7 @@ def test_hello_is_welcomed_while_loading_and_again_when_serving_begins(desk):
     serving = welcome.serving
     assert serving is not None
     assert (serving.model, serving.digest, serving.numerics) == ("fake", RESOLVED.info.digest, RESOLVED.info.numerics)
-    assert (serving.vocab_size, serving.context_length, serving.block_size, serving.num_blocks) == (259, 128, 16, 64)
+    assert (serving.vocab_size, serving.context_length, serving.block_size, serving.num_blocks) == (260, 128, 16, 64)
     assert (serving.max_num_seqs, serving.eos_ids, serving.hang_timeout_ms) == (4, (258, 256), 10_000)
     assert (serving.grant_requests, serving.grant_tokens) == (8, 1024)
 
@@ -289,6 +289,15 @@ def test_messages_for_a_gateway_that_is_gone_are_dropped(serving):
     assert serving.inbox.take()[-1] == OwnerLost(1)
     serving.reception.deliver([(1, step), (1, Finished(1, FinishReason.ABORT, 6, 0, 1))])
     assert serving.reception.num_accounts == 0
+
+
+@pytest.mark.parametrize(("messages", "level"), [([], logging.INFO), ([submit(1)], logging.WARNING)])
+def test_a_gateway_that_leaves_is_warned_of_where_work_is_lost(serving, messages, level, caplog):
+    serving.says(b"a", *messages)
+    serving.gone.add(b"a")
+    with caplog.at_level(logging.INFO):
+        serving.reception.tick(Status())
+    assert [(record.message, record.levelno) for record in caplog.records] == [("gateway_dropped", level)]
 
 
 def test_the_bundle_is_sent_by_its_hash_and_no_other_is(serving):

@@ -26,6 +26,12 @@ class EngineConfig(Settings):
         "tcp://127.0.0.1:5557", description="Address that gateways connect to: tcp://HOST:PORT or ipc://PATH."
     )
     backend: str = Field("torch_runner", description="Engine behind the scheduler: torch_runner, fake, or a plug-in's.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the model runs; auto is a GPU if there is one."
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="auto reads the model's safetensors; dummy takes random weights, for measurements."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of weights, activations and KV; auto is what the model's config says."
     )
@@ -41,6 +47,9 @@ class EngineConfig(Settings):
     )
     kv_cache_memory_bytes: Annotated[ByteSize | None, Shown("min(2GiB, a quarter of free memory)")] = Field(
         None, description="Memory for the KV block pool, such as 512MiB."
+    )
+    gpu_memory_utilization: float = Field(
+        0.92, gt=0, le=1, description="Share of a GPU's memory for weights, steps and, with what is left, the KV pool."
     )
     enable_prefix_caching: bool = Field(True, description="Keep the KV of finished prompts for those that begin alike.")
     threads: Annotated[int | None, Shown("all cores")] = Field(None, ge=1, description="Threads of the CPU device.")

@@ -3,7 +3,9 @@
 Every operator gives a row of its result the same bits whatever the other rows of the call are, how
 many there are, and how many threads work (`DESIGN.md`, "Bits"). Model code calls the names below
 and never a device-specific form; `kernels.backend` decides what runs. Each operator's file holds
-its launcher and a plain-torch reference, which is both the fallback and the oracle of the tests.
+its launcher and a plain-torch reference, which is both the fallback and the oracle of the tests. Tensors
+on a GPU go to the Triton kernels of `kernels.gpu`; names that end in `_ahead` exist there alone, for
+a runner whose host does not wait to learn which tokens were sampled.
 
 The import is cheap on purpose: torch is imported when a name is first used, because transformers
 probes for a package of this name by importing it, also in processes that must stay free of torch.
@@ -17,7 +19,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kernels.activation import silu_and_mul as silu_and_mul
     from kernels.attention import AttentionBatch as AttentionBatch
+    from kernels.attention import TileSchedule as TileSchedule
     from kernels.attention import paged_attention as paged_attention
+    from kernels.attention import rotate_and_attend as rotate_and_attend
     from kernels.backend import NUMERICS as NUMERICS
     from kernels.backend import Implementation as Implementation
     from kernels.backend import num_threads as num_threads
@@ -25,9 +29,17 @@ if TYPE_CHECKING:
     from kernels.backend import set_num_threads as set_num_threads
     from kernels.backend import start as start
     from kernels.check import self_check as self_check
+    from kernels.gpu.embedding import embed_ahead as embed_ahead
+    from kernels.gpu.logprobs import logprobs_ahead as logprobs_ahead
+    from kernels.gpu.prefill import query_tile as query_tile
+    from kernels.gpu.sampling import sample_ahead as sample_ahead
+    from kernels.gpu.start import gpu_numerics_name as gpu_numerics_name
+    from kernels.gpu.start import start_gpu as start_gpu
+    from kernels.kv_cache import empty_kv_cache as empty_kv_cache
     from kernels.kv_cache import kv_cache_shapes as kv_cache_shapes
     from kernels.kv_cache import write_kv as write_kv
     from kernels.matmul import PackedLinear as PackedLinear
+    from kernels.matmul import gated_linear as gated_linear
     from kernels.matmul import linear as linear
     from kernels.matmul import pack_linear as pack_linear
     from kernels.norm import rms_norm as rms_norm
@@ -44,22 +56,32 @@ _HOMES = {
     "Implementation": "backend",
     "NUMERICS": "backend",
     "PackedLinear": "matmul",
+    "TileSchedule": "attention",
     "TokenLogprobs": "sampling",
+    "embed_ahead": "gpu.embedding",
+    "empty_kv_cache": "kv_cache",
+    "gated_linear": "matmul",
+    "gpu_numerics_name": "gpu.start",
     "gumbel_noise": "sampling",
     "kv_cache_shapes": "kv_cache",
     "linear": "matmul",
     "logprobs": "sampling",
+    "logprobs_ahead": "gpu.logprobs",
     "num_threads": "backend",
     "numerics_name": "backend",
     "pack_linear": "matmul",
     "paged_attention": "attention",
+    "query_tile": "gpu.prefill",
     "rms_norm": "norm",
     "rope_": "rope",
+    "rotate_and_attend": "attention",
     "sample": "sampling",
+    "sample_ahead": "gpu.sampling",
     "self_check": "check",
     "set_num_threads": "backend",
     "silu_and_mul": "activation",
     "start": "backend",
+    "start_gpu": "gpu.start",
     "write_kv": "kv_cache",
 }
 

@@ -15,6 +15,10 @@ def silu_and_mul(x: Tensor) -> Tensor:
     silu is computed in float32 and rounded to x.dtype before the product, as transformers does.
     x may be a view with a row stride.
     """
+    if x.is_cuda:
+        from kernels.gpu.activation import silu_and_mul as on_gpu
+
+        return on_gpu(x)
     library = native()
     if library is None:
         return silu_and_mul_reference(x)

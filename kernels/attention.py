@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kernels.backend import native
 from kernels.cpu.library import DTYPES
-from kernels.kv_cache import kv_cache_shapes
+from kernels.kv_cache import kv_cache_shapes, write_kv
 from kernels.reduce import tree_sum
+from kernels.rope import rope_
 
 SPLIT = 256
 TILE = 64
@@ -25,17 +26,76 @@ _REFERENCE_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TileSchedule:
+    """How a GPU divides the queries of a step. It decides what runs together, never a bit.
+
+    The first `num_single` rows are each alone of their sequence. `tiles` int32 [num_tiles, 2] are
+    (first row, number of rows) of the others: rows of one sequence with growing positions, at most
+    `query_tile` of them. No single row has more than `max_splits` splits of context. `arrivals` int32
+    [num_single * num_kv_heads or more] is zero between calls.
+    """
+
+    num_single: int
+    tiles: Tensor
+    max_splits: int
+    arrivals: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionBatch:
     """Where the queries of a step stand. Built once a step and shared by all layers.
 
     `block_tables` int32 [num_seqs, max_blocks] (entries past a sequence's last block are not read),
     `seq_index` int32 [M] the row of block_tables, `positions` int32 [M]. Queries of one sequence
-    that follow one another are computed together; any order is right.
+    that follow one another are computed together; any order is right. On a GPU a `schedule` says
+    which, and a row with a position below 0 is padding.
     """
 
     block_tables: Tensor
     seq_index: Tensor
     positions: Tensor
+    schedule: TileSchedule | None = None
+
+
+def rotate_and_attend(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    slots: Tensor | None,
+    *,
+    num_heads: int,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> Tensor:
+    """Self-attention from a fused projection qkv [M, (num_heads + 2 * num_kv_heads) * head_dim], which is
+    overwritten: `rope_` on queries and keys, `write_kv` at `slots` int64 [M], `paged_attention`. Answers
+    [M, num_heads, head_dim].
+
+    A GPU finds the slots in `batch` itself (None). Keys and values of this step are read back from the pool as
+    well, so that a chunk's border changes no bit.
+    """
+    if qkv.is_cuda:
+        from kernels.gpu.attention import rotate_and_attend as on_gpu
+
+        return on_gpu(
+            *(qkv, cos_sin, k_cache, v_cache, batch),
+            num_heads=num_heads,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            tile=TILE,
+            split=SPLIT,
+        )
+    assert slots is not None, "a CPU is told the slots"
+    num_kv_heads, head_dim = k_cache.shape[1:3]
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    rope_(q, k, batch.positions, cos_sin)
+    write_kv(k, v, k_cache, v_cache, slots)
+    return paged_attention(q, k_cache, v_cache, batch, scale=scale, window=window, soft_cap=soft_cap)
 
 
 def paged_attention(

@@ -7,6 +7,7 @@ block_size, head_dim], head_dim padded to a multiple of 16, for the same reason 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kernels.backend import native
@@ -23,6 +24,24 @@ def kv_cache_shapes(
         raise ValueError(f"block_size must be a positive multiple of {LANES}, got {block_size}.")
     padded = -(-head_dim // LANES) * LANES
     return (num_blocks, num_kv_heads, head_dim, block_size), (num_blocks, num_kv_heads, block_size, padded)
+
+
+def empty_kv_cache(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of one layer, of the shapes of `kv_cache_shapes` and laid out for `device`.
+
+    On a GPU the key tensor is a view of memory in the order of the values: a tile of keys is read in
+    rows of head_dim. There head_dim must be a multiple of 16.
+    """
+    keys, values = kv_cache_shapes(num_blocks, block_size, num_kv_heads, head_dim)
+    if device.type == "cpu":
+        return torch.empty(keys, dtype=dtype), torch.empty(values, dtype=dtype)
+    if head_dim % LANES:
+        raise ValueError(f"on a GPU head_dim must be a multiple of {LANES}, got {head_dim}.")
+    return torch.empty(values, dtype=dtype, device=device).transpose(2, 3), torch.empty(
+        values, dtype=dtype, device=device
+    )
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.activation import silu_and_mul
 from kernels.backend import native
 from kernels.cpu.library import DTYPES
 
@@ -24,7 +25,7 @@ _REFERENCE_ROWS = 8
 class PackedLinear:
     """A weight [N, K] in the layout that `linear` reads. Opaque but for `shape`, `dtype`, `rows`."""
 
-    data: Tensor  # native: [ceil(N / 16), K, 16] in dtype; reference: float32 [N, K]
+    data: Tensor  # native: [ceil(N / 16), K, 16] in dtype; reference: float32 [N, K]; GPU: [N, K] in dtype
     shape: tuple[int, int]
     dtype: torch.dtype
 
@@ -53,6 +54,8 @@ def pack_linear(weight: Tensor) -> PackedLinear:
             f"got {weight.dtype} {tuple(weight.shape)}."
         )
     num_out, num_in = weight.shape
+    if weight.is_cuda:
+        return PackedLinear(weight.contiguous(), (num_out, num_in), weight.dtype)
     if native() is None:
         return PackedLinear(weight.to(torch.float32).contiguous(), (num_out, num_in), weight.dtype)
     num_panels = -(-num_out // PANEL)
@@ -73,6 +76,11 @@ def linear(
     num_out, num_in = packed.shape
     if x.dim() != 2 or x.shape[1] != num_in:
         raise ValueError(f"x must be [rows, {num_in}] for a weight {packed.shape}, got {tuple(x.shape)}.")
+    if x.is_cuda:
+        from kernels.gpu.matmul import linear as on_gpu
+
+        assert x.dtype == packed.dtype
+        return on_gpu(x, packed.data, bias, out_dtype or x.dtype)
     if not packed.in_panels:
         return linear_reference(x, packed.data, bias).to(out_dtype or x.dtype)
     library = native()
@@ -87,6 +95,19 @@ def linear(
         *(num_out, y.data_ptr(), DTYPES[y.dtype]),
     )
     return y
+
+
+def gated_linear(x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
+    """`silu_and_mul` of `linear`, in one pass where the device has one: x [M, K] → [M, N / 2] in x.dtype.
+
+    The first half of the weight's rows [N, K] is the gate.
+    """
+    if x.is_cuda:
+        from kernels.gpu.matmul import gated_linear as on_gpu
+
+        assert x.dtype == packed.dtype
+        return on_gpu(x, packed.data, bias)
+    return silu_and_mul(linear(x, packed, bias))
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

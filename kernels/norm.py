@@ -17,6 +17,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     transformers' Llama: statistics in float32, rounded to x.dtype, then multiplied by the weight
     (of x.dtype). x and residual may be views with a row stride.
     """
+    if x.is_cuda:
+        from kernels.gpu.norm import rms_norm as on_gpu
+
+        return on_gpu(x, weight, eps, residual)
     library = native()
     if library is None:
         return rms_norm_reference(x, weight, eps, residual)

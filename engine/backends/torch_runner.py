@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,14 +11,16 @@ from typing import Protocol
 import torch
 
 import kernels
-from engine.device.kv import default_kv_memory_bytes, plan_kv
+from engine.device.gpu_memory import kv_memory_bytes
+from engine.device.gpu_runner import MAX_IN_FLIGHT, GpuRunner, GpuSettings
+from engine.device.kv import KVLayout, default_kv_memory_bytes, plan_kv
 from engine.device.runner import ModelRunner
-from engine.loading.formats import Checkpoint, TensorEntry
+from engine.loading.formats import Checkpoint
 from engine.loading.generation import eos_ids, generation_defaults, read_generation_config
 from engine.loading.identity import model_digest, numerics_hash
 from engine.loading.store import ModelError, ModelFolder
 from engine.loading.tokenizers import tokenizer_bundle
-from engine.loading.weights import STORED, WeightReader
+from engine.loading.weights import STORED, DummyWeights, WeightReader
 from engine.models import family_of
 from engine.models.decoder import Decoder
 from engine.models.spec import ConfigFields, Family, ModelSpec
@@ -47,24 +48,34 @@ class RunnerConfig(Protocol):
     @property
     def threads(self) -> int | None: ...
     @property
+    def device(self) -> str: ...
+    @property
+    def load_format(self) -> str: ...
+    @property
+    def gpu_memory_utilization(self) -> float: ...
+    @property
+    def max_num_batched_tokens(self) -> int: ...
+    @property
     def cache_dir(self) -> Path: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A model folder, read and checked as far as that goes without reading weights."""
+    """A model folder, read and checked as far as that goes without reading weights. `checkpoint` is None
+    when these will be random.
+    """
 
     folder: ModelFolder
     family: Family
     spec: ModelSpec
     method: LinearMethod
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | None
     tokenizer: bytes
     eos_ids: tuple[int, ...]
     generation_defaults: dict[str, object]
 
     @classmethod
-    def read(cls, model: str | None) -> _Source:
+    def read(cls, model: str | None, *, dummy: bool) -> _Source:
         if model is None:
             raise ModelError("no model is named; give its folder as --model.")
         folder = ModelFolder(Path(model))
@@ -77,7 +88,7 @@ class _Source:
             family=family,
             spec=spec,
             method=method_of(config),
-            checkpoint=Checkpoint(folder),
+            checkpoint=None if dummy else Checkpoint(folder),
             tokenizer=tokenizer_bundle(folder),
             eos_ids=eos_ids(generation, config, spec.vocab_size),
             generation_defaults=generation_defaults(generation),
@@ -85,48 +96,36 @@ class _Source:
 
 
 class TorchRunner:
-    """`engine.plan.Runner` for model folders of the registered families, on the CPU."""
+    """`engine.plan.Runner` for model folders of the registered families, on a CPU or a GPU."""
 
-    max_in_flight = 1
+    max_in_flight = 1  # on a GPU `load` sets two
 
     def __init__(self, config: RunnerConfig) -> None:
         self._config = config
-        self._runner: ModelRunner | None = None
+        self._runner: ModelRunner | GpuRunner | None = None
 
     def load(self, progress: Progress) -> ModelInfo:
         """Read everything; raises ModelError for a model or setting that cannot be served, RuntimeError
         when this machine's arithmetic is not reproducible.
         """
         config = self._config
+        source = _Source.read(config.model, dummy=config.load_format == "dummy")
+        spec = source.spec
+        stored = _DTYPES[_dtype_name(config.dtype, source)]
         progress("preparing kernels", 0, 0)
-        _start_kernels(config)
-        source = _Source.read(config.model)
-        spec, checkpoint = source.spec, source.checkpoint
-        stored = _DTYPES[_dtype_name(config.dtype, spec, checkpoint.entries)]
+        device = _start(config, stored)
         # The CPU computes float16 in float32: only the weights stay as small as they are.
-        active = torch.float32 if stored is torch.float16 else stored
+        active = torch.float32 if stored is torch.float16 and device.type == "cpu" else stored
         context_length = _context_length(config.max_model_len, spec)
-        memory_bytes = config.kv_cache_memory_bytes
-        if memory_bytes is None:
-            memory_bytes = default_kv_memory_bytes(checkpoint.num_bytes)
-        kv = plan_kv(
-            spec, block_size=config.block_size, dtype=active, memory_bytes=memory_bytes, context_length=context_length
-        )
-        reader = WeightReader(checkpoint, stored, progress)
-        model = Decoder(
-            spec,
-            source.family.names,
-            reader=reader,
-            method=source.method,
-            dtype=active,
-            num_positions=context_length,
-        )
-        reader.finish(_unused(spec, source.family))
-        self._runner = ModelRunner(model, kv, max_num_seqs=config.max_num_seqs, context_length=context_length)
-        digest = model_digest(source.folder, source.tokenizer, checkpoint)
+        build = _Build(config, source, device, stored=stored, active=active, context_length=context_length)
+        runner, kv = build.on_cpu(progress) if device.type == "cpu" else build.on_gpu(progress)
+        self._runner = runner
+        if device.type != "cpu":
+            self.max_in_flight = MAX_IN_FLIGHT
+        digest = model_digest(source.folder, source.tokenizer, source.checkpoint)
         return ModelInfo(
             digest=digest,
-            numerics=_numerics(digest, source.method, stored=stored, active=active, kv=kv.dtype),
+            numerics=_numerics(digest, source.method, device, stored=stored, active=active, kv=kv.dtype),
             vocab_size=spec.vocab_size,
             context_length=context_length,
             block_size=kv.block_size,
@@ -146,13 +145,101 @@ class TorchRunner:
         """Let go of weights and pool."""
         self._runner = None
 
-    def _loaded(self) -> ModelRunner:
+    def _loaded(self) -> ModelRunner | GpuRunner:
         assert self._runner is not None, "load() comes first"
         return self._runner
 
 
-def _start_kernels(config: RunnerConfig) -> None:
-    """Raises RuntimeError when bits depend on the batch here."""
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """Makes the runner of a model; what was decided before its weights are read."""
+
+    config: RunnerConfig
+    source: _Source
+    device: torch.device
+    stored: torch.dtype
+    active: torch.dtype
+    context_length: int
+
+    def on_cpu(self, progress: Progress) -> tuple[ModelRunner, KVLayout]:
+        """The pool is planned first, so that one too small is known before weights are read."""
+        memory_bytes = self.config.kv_cache_memory_bytes
+        if memory_bytes is None:
+            checkpoint = self.source.checkpoint
+            memory_bytes = default_kv_memory_bytes(0 if checkpoint is None else checkpoint.num_bytes)
+        kv = self._plan_kv(memory_bytes)
+        model = self._model(progress)
+        return ModelRunner(model, kv, max_num_seqs=self.config.max_num_seqs, context_length=self.context_length), kv
+
+    def on_gpu(self, progress: Progress) -> tuple[GpuRunner, KVLayout]:
+        """The pool gets what the weights and a step leave, which is measured."""
+        config, spec = self.config, self.source.spec
+        model = self._model(progress)
+        progress("measuring memory", 0, 0)
+        memory_bytes = config.kv_cache_memory_bytes
+        if memory_bytes is None:
+            memory_bytes = kv_memory_bytes(
+                model,
+                spec,
+                device=self.device,
+                dtype=self.active,
+                block_size=config.block_size,
+                max_num_seqs=config.max_num_seqs,
+                max_num_tokens=config.max_num_batched_tokens,
+                utilization=config.gpu_memory_utilization,
+            )
+        kv = self._plan_kv(memory_bytes)
+        progress("capturing graphs", 0, 0)
+        settings = GpuSettings(
+            max_num_seqs=config.max_num_seqs,
+            max_num_tokens=config.max_num_batched_tokens,
+            context_length=self.context_length,
+            device=self.device,
+        )
+        return GpuRunner(model, spec, kv, settings), kv
+
+    def _plan_kv(self, memory_bytes: int) -> KVLayout:
+        return plan_kv(
+            self.source.spec,
+            block_size=self.config.block_size,
+            dtype=self.active,
+            memory_bytes=memory_bytes,
+            context_length=self.context_length,
+        )
+
+    def _model(self, progress: Progress) -> Decoder:
+        source = self.source
+        reader: WeightReader | DummyWeights
+        if source.checkpoint is None:
+            reader = DummyWeights(self.stored, self.device)
+        else:
+            reader = WeightReader(source.checkpoint, self.stored, progress, self.device)
+        model = Decoder(
+            source.spec,
+            source.family.names,
+            reader=reader,
+            method=source.method,
+            dtype=self.active,
+            num_positions=self.context_length,
+        )
+        if isinstance(reader, WeightReader):
+            reader.finish(_unused(source.spec, source.family))
+        return model
+
+
+def _start(config: RunnerConfig, dtype: torch.dtype) -> torch.device:
+    """The device in force, its operators ready. Raises RuntimeError when bits depend on the batch there."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("--device cuda: torch sees no GPU here. Use --device cpu, or install a torch built for CUDA.")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        _start_cpu(config)
+        return torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    kernels.start_gpu(device, dtype, config.cache_dir / "kernels")
+    return device
+
+
+def _start_cpu(config: RunnerConfig) -> None:
     implementation = kernels.start(cache_dir=config.cache_dir / "kernels")
     if implementation is kernels.Implementation.NATIVE:
         # The operators have threads of their own, and torch's would wait for each other by spinning:
@@ -162,13 +249,15 @@ def _start_kernels(config: RunnerConfig) -> None:
     kernels.self_check()
 
 
-def _dtype_name(asked: str, spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> str:
+def _dtype_name(asked: str, source: _Source) -> str:
     """`asked`, or for "auto" what the config says, or else what most of the weights are stored in."""
     if asked != "auto":
         return asked
-    if spec.dtype is not None:
-        return spec.dtype
-    largest = max(entries.values(), key=lambda entry: entry.num_bytes)
+    if source.spec.dtype is not None:
+        return source.spec.dtype
+    if source.checkpoint is None:
+        return "bfloat16"
+    largest = max(source.checkpoint.entries.values(), key=lambda entry: entry.num_bytes)
     return str(STORED.get(largest.dtype, torch.float32)).removeprefix("torch.")
 
 
@@ -187,16 +276,30 @@ def _unused(spec: ModelSpec, family: Family) -> tuple[str, ...]:
     return (*family.ignored, f"{family.names.head}.weight") if spec.tied_head else family.ignored
 
 
-def _numerics(digest: str, method: LinearMethod, *, stored: torch.dtype, active: torch.dtype, kv: torch.dtype) -> str:
+def _numerics(
+    digest: str,
+    method: LinearMethod,
+    device: torch.device,
+    *,
+    stored: torch.dtype,
+    active: torch.dtype,
+    kv: torch.dtype,
+) -> str:
+    if device.type == "cpu":
+        operators = kernels.numerics_name()
+        name = f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    else:
+        operators = kernels.gpu_numerics_name(device)
+        name = f"cuda {torch.cuda.get_device_name(device)}"
     return numerics_hash(
         {
             "digest": digest,
             "dtype": str(active),
             "weights": f"{method.name} {stored}",
-            "kernels": kernels.numerics_name(),
+            "kernels": operators,
             "kv_dtype": str(kv),
             "tensor_parallel_size": 1,
-            "device": f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            "device": name,
             "torch": torch.__version__,
             "reproducible": True,
         }

@@ -31,12 +31,11 @@ class KVLayout:
     head_dim: int
     dtype: torch.dtype
 
-    def allocate(self) -> list[LayerCache]:
-        """One cache a layer. Memory is not touched, so it is taken as blocks come into use."""
-        keys, values = kernels.kv_cache_shapes(self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+    def allocate(self, device: torch.device) -> list[LayerCache]:
+        """One cache a layer. A CPU's memory is not touched, so it is taken as blocks come into use."""
+        sizes = (self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
         return [
-            LayerCache(torch.empty(keys, dtype=self.dtype), torch.empty(values, dtype=self.dtype))
-            for _ in range(self.num_layers)
+            LayerCache(*kernels.empty_kv_cache(*sizes, dtype=self.dtype, device=device)) for _ in range(self.num_layers)
         ]
 
 

@@ -22,7 +22,7 @@ class ModelRunner:
 
     def __init__(self, model: Decoder, kv: KVLayout, *, max_num_seqs: int, context_length: int) -> None:
         self._model = model
-        self._caches = kv.allocate()
+        self._caches = kv.allocate(torch.device("cpu"))
         self._inputs = InputBuilder(
             max_num_seqs=max_num_seqs,
             max_blocks=-(-context_length // kv.block_size),

@@ -21,36 +21,32 @@ class LayerCache:
 class ForwardBatch:
     """The tokens of one step. All layers share it.
 
-    `ids` int64 [num_tokens]; `cache_slots` int64 [num_tokens], where each token's key and value go;
-    `attention` has their positions and block tables; `sampled` int64 [num_sampled] are the rows
-    whose logits are wanted.
+    `ids` [num_tokens] (int64; int32 on a GPU, where -1 - slot stands for `last_ids`[slot], what the step
+    before sampled); `cache_slots` int64 [num_tokens], where each token's key and value go (None on a
+    GPU, which finds them itself); `attention` has their positions and block tables; `sampled`
+    [num_sampled] are the rows whose logits are wanted, None for all of them.
     """
 
     ids: Tensor
-    cache_slots: Tensor
+    cache_slots: Tensor | None
     attention: kernels.AttentionBatch
-    sampled: Tensor
+    sampled: Tensor | None
+    last_ids: Tensor | None = None
 
 
 class Attention:
-    """Rotates queries and keys, writes the pool, attends. Keys and values of this step are read
-    back from the pool as well, so that a chunk's border changes no bit.
-    """
+    """Rotates queries and keys, writes the pool, attends."""
 
-    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, rope: Tensor) -> None:
+    def __init__(self, *, num_heads: int, head_dim: int, rope: Tensor) -> None:
         self._num_heads = num_heads
-        self._num_kv_heads = num_kv_heads
-        self._head_dim = head_dim
         self._scale = float(head_dim**-0.5)
         self._rope = rope  # [num_positions, head_dim]
 
     def __call__(self, qkv: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
         """qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] → [num_tokens, num_heads * head_dim]."""
-        num_tokens = qkv.shape[0]
-        heads = qkv.view(num_tokens, -1, self._head_dim)
-        first_v = self._num_heads + self._num_kv_heads
-        q, k, v = heads[:, : self._num_heads], heads[:, self._num_heads : first_v], heads[:, first_v:]
-        kernels.rope_(q, k, batch.attention.positions, self._rope)
-        kernels.write_kv(k, v, cache.keys, cache.values, batch.cache_slots)
-        out = kernels.paged_attention(q, cache.keys, cache.values, batch.attention, scale=self._scale)
-        return out.view(num_tokens, -1)
+        out = kernels.rotate_and_attend(
+            *(qkv, self._rope, cache.keys, cache.values, batch.attention, batch.cache_slots),
+            num_heads=self._num_heads,
+            scale=self._scale,
+        )
+        return out.view(qkv.shape[0], -1)

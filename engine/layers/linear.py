@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.loading.weights import WeightReader
+from engine.loading.weights import Weights
 from engine.quant import LinearMethod, LinearPart
 
 
 class Linear:
     """y = x Wᵀ + b for several checkpoint matrices of equal input at once (fused by rows)."""
 
-    def __init__(self, reader: WeightReader, method: LinearMethod, parts: Sequence[LinearPart], *, bias: bool) -> None:
+    def __init__(self, reader: Weights, method: LinearMethod, parts: Sequence[LinearPart], *, bias: bool) -> None:
         self._weight = method.load(reader, parts)
         self._bias: Tensor | None = None
         if bias:
@@ -26,6 +26,10 @@ class Linear:
         """x [M, columns] → [M, rows of all parts]."""
         return self._weight.product(x, self._bias)
 
+    def gated(self, x: Tensor) -> Tensor:
+        """silu of the first part times the second: x [M, columns] → [M, rows of one part]."""
+        return self._weight.gated_product(x, self._bias)
+
 
 class Embedding:
     """Token ids → hidden states. With a tied head it reads the head's packed rows."""
@@ -34,8 +38,11 @@ class Embedding:
         self._weight = weight
         self._dtype = dtype
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """ids int64 [M] → [M, hidden_size]."""
+    def __call__(self, ids: Tensor, last_ids: Tensor | None) -> Tensor:
+        """ids [M] → [M, hidden_size]; both as in `ForwardBatch`."""
+        if last_ids is not None:
+            weight = self._weight if isinstance(self._weight, Tensor) else self._weight.data
+            return kernels.embed_ahead(ids, last_ids, weight, self._dtype)
         if isinstance(self._weight, Tensor):
             return self._weight.index_select(0, ids).to(self._dtype)
         return self._weight.rows(ids).to(self._dtype)

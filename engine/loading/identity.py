@@ -21,15 +21,18 @@ _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 64 * 1024
 
 
-def model_digest(folder: ModelFolder, tokenizer: bytes, checkpoint: Checkpoint) -> str:
+def model_digest(folder: ModelFolder, tokenizer: bytes, checkpoint: Checkpoint | None) -> str:
     """sha256 (hex) over configs, tokenizer bundle and, for each weight file, its name, size, header
-    and 64 samples of 64 KiB, so that a model of any size takes some milliseconds.
+    and 64 samples of 64 KiB, so that a model of any size takes some milliseconds. None: dummy weights.
     """
     digest = hashlib.sha256()
     for name in _CONFIG_FILES:
         if folder.has(name):
             _update(digest, name.encode(), folder.read_bytes(name))
     _update(digest, b"bundle", bundle.sha256(tokenizer).encode())
+    if checkpoint is None:
+        _update(digest, b"dummy weights")
+        return digest.hexdigest()
     for file in checkpoint.files:
         size = file.stat().st_size
         _update(digest, file.name.encode(), size.to_bytes(8, "little"), read_header(file))

@@ -6,6 +6,9 @@ model is never served with a part of it random or left out.
 
 from __future__ import annotations
 
+import hashlib
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -13,14 +16,47 @@ from engine.loading.formats import Checkpoint
 from engine.loading.store import ModelError
 from engine.plan import Progress
 
+_CPU = torch.device("cpu")
+
 #: The dtypes that weights may be stored in, by their names in safetensors.
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-class WeightReader:
-    """Tensors of `checkpoint`, converted to `dtype`; `progress` counts the bytes read."""
+class Weights(Protocol):
+    """What modules take their tensors from. `device` is where they are."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress) -> None:
+    device: torch.device
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor `name`. Raises ModelError when it is absent or of another shape or kind."""
+        ...
+
+
+class DummyWeights:
+    """Seeded random values in place of a checkpoint, for measurements: a tensor depends on its name alone.
+
+    Norms are near 1, all else is normal with a standard deviation of 0.02. Never zeros, on which
+    matrix units run faster than on real weights.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.device = device
+        self._dtype = dtype
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "little")
+        generator = torch.Generator(self.device).manual_seed(seed)
+        mean = 1.0 if "norm" in name else 0.0
+        return torch.empty(shape, dtype=self._dtype, device=self.device).normal_(mean, 0.02, generator=generator)
+
+
+class WeightReader:
+    """Tensors of `checkpoint` on `device`, converted to `dtype`; `progress` counts the bytes read."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress, device: torch.device = _CPU
+    ) -> None:
+        self.device = device
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._left = set(checkpoint.entries)
@@ -40,7 +76,7 @@ class WeightReader:
             )
         if entry.dtype not in STORED:
             raise ModelError(f"{entry.file.name}: {name} is {entry.dtype}; supported are {', '.join(STORED)}.")
-        tensor = self._checkpoint.read(name).to(self._dtype)
+        tensor = self._checkpoint.read(name).to(self.device, self._dtype)
         self._left.discard(name)
         self._done += entry.num_bytes
         self._progress("loading weights", self._done, self._total)

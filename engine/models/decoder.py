@@ -12,7 +12,7 @@ from engine.layers.attention import Attention, ForwardBatch, LayerCache
 from engine.layers.linear import Embedding, Head, Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import rope_table
-from engine.loading.weights import WeightReader
+from engine.loading.weights import Weights
 from engine.models.spec import ModelSpec, WeightNames
 from engine.quant import LinearMethod, LinearPart
 
@@ -26,7 +26,7 @@ class DecoderLayer:
         names: WeightNames,
         prefix: str,
         *,
-        reader: WeightReader,
+        reader: Weights,
         method: LinearMethod,
         dtype: torch.dtype,
         rope: Tensor,
@@ -45,9 +45,7 @@ class DecoderLayer:
         self._qkv = linear(
             spec.qkv_bias, (names.query, q_size, hidden), (names.key, kv_size, hidden), (names.value, kv_size, hidden)
         )
-        self._attention = Attention(
-            num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, rope=rope
-        )
+        self._attention = Attention(num_heads=spec.num_heads, head_dim=spec.head_dim, rope=rope)
         self._output = linear(spec.output_bias, (names.output, hidden, q_size))
         self._mlp_norm = norm(names.mlp_norm)
         self._gate_up = linear(spec.mlp_bias, (names.gate, inner, hidden), (names.up, inner, hidden))
@@ -60,7 +58,7 @@ class DecoderLayer:
         x, residual = self._attention_norm(x, residual)
         x = self._output(self._attention(self._qkv(x), batch, cache))
         x, residual = self._mlp_norm(x, residual)
-        return self._down(kernels.silu_and_mul(self._gate_up(x))), residual
+        return self._down(self._gate_up.gated(x)), residual
 
 
 class Decoder:
@@ -74,12 +72,12 @@ class Decoder:
         spec: ModelSpec,
         names: WeightNames,
         *,
-        reader: WeightReader,
+        reader: Weights,
         method: LinearMethod,
         dtype: torch.dtype,
         num_positions: int,
     ) -> None:
-        rope = rope_table(num_positions, spec.head_dim, spec.rope_theta)
+        rope = rope_table(num_positions, spec.head_dim, spec.rope_theta).to(reader.device)
         embedding = reader.take(f"{names.embedding}.weight", (spec.vocab_size, spec.hidden_size))
         if spec.tied_head:
             tied = kernels.pack_linear(embedding)
@@ -96,11 +94,13 @@ class Decoder:
 
     def hidden(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Tensor:
         """Final hidden states of the sampled rows: [num_sampled, hidden_size]. Fills the caches."""
-        x, residual = self._embedding(batch.ids), None
+        x, residual = self._embedding(batch.ids, batch.last_ids), None
         for layer, cache in zip(self._layers, caches, strict=True):
             x, residual = layer(x, residual, batch, cache)
         assert residual is not None, "a model has at least one layer"
-        x, _ = self._final_norm(x.index_select(0, batch.sampled), residual.index_select(0, batch.sampled))
+        if batch.sampled is not None:
+            x, residual = x.index_select(0, batch.sampled), residual.index_select(0, batch.sampled)
+        x, _ = self._final_norm(x, residual)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.loading.store import ModelError
-from engine.loading.weights import WeightReader
+from engine.loading.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,17 @@ class LinearWeight(Protocol):
         """x [M, columns] → [M, rows of all parts] in x.dtype."""
         ...
 
+    def gated_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """silu of the first half of the product times the second: [M, half the rows] in x.dtype."""
+        ...
+
 
 class LinearMethod(Protocol):
     """A storage format. `name` says format and kernel; it is a part of the numerics hash."""
 
     name: str
 
-    def load(self, reader: WeightReader, parts: Sequence[LinearPart]) -> LinearWeight:
+    def load(self, reader: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
         """One weight whose output is that of the parts side by side. Raises ModelError."""
         ...
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.loading.weights import WeightReader
+from engine.loading.weights import Weights
 from engine.quant import LinearPart
 
 
@@ -20,10 +20,13 @@ class UnquantizedWeight:
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return kernels.linear(x, self.packed, bias)
 
+    def gated_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return kernels.gated_linear(x, self.packed, bias)
+
 
 class Unquantized:
     name = "unquantized"
 
-    def load(self, reader: WeightReader, parts: Sequence[LinearPart]) -> UnquantizedWeight:
+    def load(self, reader: Weights, parts: Sequence[LinearPart]) -> UnquantizedWeight:
         weights = [reader.take(f"{part.name}.weight", (part.rows, part.columns)) for part in parts]
         return UnquantizedWeight(kernels.pack_linear(weights[0] if len(weights) == 1 else torch.cat(weights)))

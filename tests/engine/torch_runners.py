@@ -21,6 +21,10 @@ class Settings:
     kv_cache_memory_bytes: int | None = 32 * 2**20
     max_num_seqs: int = 24
     threads: int | None = 1
+    device: str = "cpu"
+    load_format: str = "auto"
+    gpu_memory_utilization: float = 0.92
+    max_num_batched_tokens: int = 4096
     cache_dir: Path = Path("/nonexistent")
 
 

@@ -33,7 +33,7 @@ BLOCK_BYTES = 3 * 2 * 2 * 16 * 16 * 2  # layers, K and V, heads, head_dim, posit
 def test_pool_fills_the_memory() -> None:
     memory = 100 * BLOCK_BYTES + 5
     layout = kv.plan_kv(SPEC, block_size=16, dtype=torch.bfloat16, memory_bytes=memory, context_length=512)
-    caches = layout.allocate()
+    caches = layout.allocate(torch.device("cpu"))
     assert layout.num_blocks == 100
     assert sum(cache.keys.nbytes + cache.values.nbytes for cache in caches) == 100 * BLOCK_BYTES
     assert {cache.keys.dtype for cache in caches} == {torch.bfloat16}
@@ -42,7 +42,7 @@ def test_pool_fills_the_memory() -> None:
 def test_padding_of_heads_is_counted() -> None:
     spec = replace(SPEC, head_dim=20)
     layout = kv.plan_kv(spec, block_size=16, dtype=torch.float32, memory_bytes=10**7, context_length=512)
-    used = sum(cache.keys.nbytes + cache.values.nbytes for cache in layout.allocate())
+    used = sum(cache.keys.nbytes + cache.values.nbytes for cache in layout.allocate(torch.device("cpu")))
     assert 10**7 * 0.97 < used <= 10**7
 
 

@@ -1,0 +1,155 @@
+"""One model on one GPU, up to two steps in flight.
+
+`launch` only queues work: sampled ids stay on the device for the step after, and are copied to pinned
+memory behind an event that `collect` waits for. So the device goes from step to step while the host
+plans the next one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import kernels
+from engine.device.gpu_inputs import GpuInputs, GpuLimits, Prepared
+from engine.device.gpu_sampler import GpuSampler, RowLogprobs
+from engine.device.graphs import DecodeGraphs
+from engine.device.kv import KVLayout
+from engine.models.decoder import Decoder
+from engine.models.spec import ModelSpec
+from engine.plan import StepPlan, StepResult
+from protocol.messages import F32, U32, Logprobs
+
+MAX_IN_FLIGHT = 2
+
+_NOT_FINITE = "the model's logits were not finite"
+_NONE_ALLOWED = "allowed_token_ids, logit_bias and min_tokens together leave no token to sample"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSettings:
+    """What a runner is built for."""
+
+    max_num_seqs: int
+    max_num_tokens: int
+    context_length: int
+    device: torch.device
+    use_graphs: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _InFlight:
+    """A launched step: what is on its way to pinned memory, and the event after it."""
+
+    step: int
+    num_sampled: int
+    ids: Tensor
+    logprobs: RowLogprobs | None
+    done: torch.cuda.Event
+
+
+class GpuRunner:
+    """Owns the KV pool and all state of slots. Runs StepPlans strictly in the order they were launched."""
+
+    @torch.inference_mode()
+    def __init__(self, model: Decoder, spec: ModelSpec, kv: KVLayout, settings: GpuSettings) -> None:
+        self._model = model
+        self._caches = kv.allocate(settings.device)
+        self._sampler = GpuSampler(settings.max_num_seqs, spec.vocab_size, settings.device)
+        limits = GpuLimits(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_tokens=settings.max_num_tokens,
+            max_blocks=-(-settings.context_length // kv.block_size),
+            block_size=kv.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            query_tile=kernels.query_tile(spec.num_heads, spec.num_kv_heads, spec.head_dim, kv.dtype),
+        )
+        self._inputs = GpuInputs(limits, depth=MAX_IN_FLIGHT, device=settings.device, fill_rows=self._sampler.fill_rows)
+        self._launched: deque[_InFlight] = deque()
+        self._graphs: DecodeGraphs | None = None
+        if settings.use_graphs:
+            self._graphs = DecodeGraphs(settings.max_num_seqs, self._forward_rows, self._sample_rows)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> None:
+        """Queue a step. At most MAX_IN_FLIGHT may be launched and not collected."""
+        assert len(self._launched) < MAX_IN_FLIGHT
+        for state in plan.entered:
+            self._sampler.enter(state)
+        prepared = self._inputs.prepare(plan, self._round_up)
+        ids, logprobs = self._run(prepared)
+        kept = ids[: prepared.num_sampled].to("cpu", non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        self._launched.append(_InFlight(plan.step, prepared.num_sampled, kept, logprobs, done))
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest launched step."""
+        flight = self._launched.popleft()
+        flight.done.synchronize()
+        ids = flight.ids.numpy()
+        failed = tuple(
+            (row, _NOT_FINITE if ids[row] == -1 else _NONE_ALLOWED) for row in np.flatnonzero(ids < 0).tolist()
+        )
+        column = array(U32, np.maximum(ids, 0).astype(np.uint32).tobytes())
+        return StepResult(flight.step, column, _columns(flight.logprobs, flight.num_sampled), failed)
+
+    def _run(self, prepared: Prepared) -> tuple[Tensor, RowLogprobs | None]:
+        if prepared.decode_rows:
+            assert self._graphs is not None
+            graph = self._graphs[prepared.decode_rows]
+            graph.forward.replay()
+            if self._sampler.is_plain(prepared.slots, prepared.places):
+                graph.sampler.replay()
+                return graph.ids, None
+            logits = graph.logits
+            _, columns = self._inputs.graph_batch(prepared.decode_rows)
+        else:
+            batch, columns = self._inputs.batch(prepared)
+            hidden = self._model.hidden(batch, self._caches)
+            if prepared.num_sampled == 0:
+                return torch.empty(0, dtype=torch.int32, device=hidden.device), None
+            logits = self._model.logits(hidden)
+        ids, logprobs = self._sampler.sample(logits, columns, self._inputs.last_ids, prepared.slots, prepared.places)
+        return ids, None if logprobs is None else _to_host(logprobs)
+
+    def _round_up(self, rows: int) -> int:
+        return 0 if self._graphs is None else self._graphs.round_up(rows)
+
+    def _forward_rows(self, rows: int) -> Tensor:
+        batch, _ = self._inputs.graph_batch(rows)
+        return self._model.logits(self._model.hidden(batch, self._caches))
+
+    def _sample_rows(self, rows: int, logits: Tensor) -> Tensor:
+        _, columns = self._inputs.graph_batch(rows)
+        return self._sampler.pick(logits, columns, self._inputs.last_ids)
+
+
+def _to_host(found: RowLogprobs) -> RowLogprobs:
+    """The same on its way to pinned memory; to be read after the step's event."""
+    own, rank, top_ids, top = (
+        column.to("cpu", non_blocking=True) for column in (found.own, found.rank, found.top_ids, found.top)
+    )
+    return RowLogprobs(found.rows, found.k, own, rank, top_ids, top)
+
+
+def _columns(found: RowLogprobs | None, num_rows: int) -> Logprobs | None:
+    """Columns for all rows; rows that did not ask hold zeros."""
+    if found is None:
+        return None
+    own, rank = np.zeros(num_rows, np.float32), np.zeros(num_rows, np.uint32)
+    top_ids, top = np.zeros((num_rows, found.k), np.uint32), np.zeros((num_rows, found.k), np.float32)
+    own[found.rows], rank[found.rows] = found.own.numpy(), found.rank.numpy()
+    top_ids[found.rows], top[found.rows] = found.top_ids.numpy(), found.top.numpy()
+    return Logprobs(
+        found.k,
+        array(F32, own.tobytes()),
+        array(U32, rank.tobytes()),
+        array(U32, top_ids.tobytes()),
+        array(F32, top.tobytes()),
+    )

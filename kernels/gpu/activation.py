@@ -1,0 +1,44 @@
+"""Gated activations: element by element, so any launch shape gives the same bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels._triton import tl, triton
+from kernels.gpu.launch import begin, limits, wait
+
+_BLOCK = 1024
+
+
+@triton.jit
+def silu_times(gate, up, T: tl.constexpr):
+    """silu(gate) * up of float32 operands, each rounded to T first, as if they came from memory."""
+    gate = gate.to(T).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(T).to(tl.float32)
+    return (silu * up.to(T).to(tl.float32)).to(T)
+
+
+@triton.jit
+def silu_and_mul_kernel(x_ptr, y_ptr, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    wait(PDL)
+    gate = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * x_stride + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * WIDTH + column, silu_times(gate, up, y_ptr.dtype.element_ty), mask=inside)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """See `kernels.activation.silu_and_mul`: [M, 2 * I] → [M, I]."""
+    num_rows, width = x.shape[0], x.shape[1] // 2
+    y = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    if num_rows == 0:
+        return y
+    limit = limits(x.device)
+    silu_and_mul_kernel[(num_rows, triton.cdiv(width, _BLOCK))](
+        *(x, y, x.stride(0)), WIDTH=width, BLOCK=_BLOCK, PDL=limit.dependent, num_warps=4, **limit.options
+    )
+    return y

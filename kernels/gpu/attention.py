@@ -1,0 +1,78 @@
+"""Attention of a mixed batch: rows that are alone of their sequence, then tiles of chunks."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.decode import attend_rows
+from kernels.gpu.prefill import attend_tiles
+from kernels.gpu.rope import rope_write_
+
+if TYPE_CHECKING:
+    from kernels.attention import AttentionBatch
+
+
+def rotate_and_attend(
+    qkv: Tensor,
+    table: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    num_heads: int,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    tile: int,
+    split: int,
+) -> Tensor:
+    """From the fused projection qkv [M, (HQ + 2 * HKV) * D], which is overwritten, to [M, HQ, D].
+
+    `table` float32 [num_positions, rotary_dim]. Keys [num_blocks, HKV, D, block_size] lie with D
+    innermost, values [num_blocks, HKV, block_size, D].
+    """
+    num_rows = qkv.shape[0]
+    _, num_kv_heads, _, head_dim = v_cache.shape
+    schedule = batch.schedule
+    assert schedule is not None, "a batch on a GPU comes with its tiles"
+    assert k_cache.transpose(2, 3).is_contiguous()
+    assert v_cache.is_contiguous()
+    assert qkv.stride(1) == 1
+    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
+    out = torch.empty(num_rows, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    scale, cap = _exponents(scale, soft_cap)
+    where = (batch.block_tables, batch.seq_index, batch.positions)
+    rope_write_(
+        *(qkv, table, k_cache, v_cache, *where), num_heads=num_heads, first_row=min(schedule.num_single, num_rows)
+    )
+    attend_rows(
+        *(qkv, table, k_cache, v_cache, *where, schedule.arrivals, out),
+        num_rows=schedule.num_single,
+        max_splits=schedule.max_splits,
+        scale=scale,
+        cap=cap,
+        window=window,
+        tile=tile,
+        split=split,
+    )
+    q = qkv[:, : num_heads * head_dim].view(num_rows, num_heads, head_dim)
+    attend_tiles(
+        *(q, k_cache, v_cache, *where, schedule.tiles, out),
+        scale=scale,
+        cap=cap,
+        window=window,
+        tile=tile,
+        split=split,
+    )
+    return out
+
+
+def _exponents(scale: float, soft_cap: float) -> tuple[float, float]:
+    """`scale` and `cap` as `kernels.gpu.softmax.add_tile` takes them: in exponents of 2."""
+    if soft_cap > 0:
+        return 2.0 * scale / soft_cap * math.log2(math.e), soft_cap * math.log2(math.e)
+    return scale * math.log2(math.e), 0.0

@@ -1,0 +1,60 @@
+"""How kernels are launched: programmatic dependent launch, and what the device offers.
+
+On compute capability 9.0 and later a kernel may begin while the one before it still runs. Every
+kernel here lets its successor begin at once (`begin`), and waits (`wait`) before it reads anything
+that a kernel writes. Before the wait it reads only weights, block tables and positions, which are
+copied to the device by no kernel of ours. Measured on an H200 it saves 0.2 ms of a 4.4 ms step.
+
+Row strides are left to Triton's specialization: unless it knows that 16 divides them, it cannot load
+vectors, and a decode step of an 8B model takes 7.0 ms instead of 4.4.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from kernels._triton import tl, triton
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Let the next kernel of the stream begin."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Wait until the kernel before this one is done and its writes can be read."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What launches are fitted to. `dependent` says whether kernels may overlap."""
+
+    num_sms: int
+    shared_memory: int  # bytes of a block
+    dependent: bool
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Options of every launch."""
+        return {"launch_pdl": True} if self.dependent else {}
+
+
+@functools.cache
+def limits(device: torch.device) -> Limits:
+    """Of `device`; a CPU stands for Triton's interpreter, which has no limits."""
+    if device.type == "cpu":
+        return Limits(num_sms=1, shared_memory=1 << 30, dependent=False)
+    properties = torch.cuda.get_device_properties(device)
+    return Limits(
+        num_sms=properties.multi_processor_count,
+        shared_memory=properties.shared_memory_per_block_optin,
+        dependent=properties.major >= 9,
+    )

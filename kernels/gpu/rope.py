@@ -1,0 +1,110 @@
+"""Rotary positions: the rotation that attention fuses, and the kernel that writes the pool for prefill."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels._triton import tl, triton
+from kernels.gpu.launch import begin, limits, wait
+
+
+@triton.jit
+def rotated(pointers, inside, d, table_ptr, position, ROTARY: tl.constexpr, T: tl.constexpr):
+    """Heads [R, D] at `pointers` [R, 1] turned by `position` [R, 1], computed in float32, rounded to T.
+
+    `table_ptr` is float32 [num_positions, ROTARY]: cosines, then sines. `inside` masks [R, D].
+    """
+    HALF: tl.constexpr = ROTARY // 2
+    turned = d < ROTARY
+    partner = tl.where(turned, (d + HALF) % ROTARY, d)
+    angle = position * ROTARY + (d % HALF)[None, :]
+    cosine = tl.load(table_ptr + angle, mask=inside & turned[None, :], other=1.0)
+    sine = tl.load(table_ptr + angle + HALF, mask=inside & turned[None, :], other=0.0)
+    sign = tl.where(d < HALF, -1.0, 1.0)[None, :]
+    x = tl.load(pointers + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(pointers + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.fma(x, cosine, (y * sine) * sign).to(T)
+
+
+@triton.jit(do_not_specialize=["first_row", "max_blocks"])
+def rope_write_kernel(
+    qkv_ptr,
+    table_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    seq_index_ptr,
+    positions_ptr,
+    qkv_stride,
+    first_row,
+    max_blocks,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per (token, head): q turned in place, k turned and v copied into the pool."""
+    begin(PDL)
+    row = first_row + tl.program_id(0)
+    head = tl.program_id(1)
+    position = tl.load(positions_ptr + row)
+    seq = tl.load(seq_index_ptr + row).to(tl.int64)
+    wait(PDL)
+    if position < 0:
+        return
+    d = tl.arange(0, BLOCK_D)
+    one = tl.arange(0, 1)[:, None]
+    inside = (d < D)[None, :] & (one == 0)
+    pointers = qkv_ptr + row.to(tl.int64) * qkv_stride + head * D + one
+    block = tl.load(block_tables_ptr + seq * max_blocks + position // BLOCK_SIZE).to(tl.int64)
+    if head < HQ:
+        turned = rotated(pointers, inside, d, table_ptr, position + one, ROTARY, qkv_ptr.dtype.element_ty)
+        tl.debug_barrier()  # every element is read as a partner before it is overwritten
+        tl.store(pointers + d[None, :], turned, mask=inside)
+    elif head < HQ + HKV:
+        slot = ((block * HKV + head - HQ) * BLOCK_SIZE + position % BLOCK_SIZE) * D
+        turned = rotated(pointers, inside, d, table_ptr, position + one, ROTARY, k_cache_ptr.dtype.element_ty)
+        tl.store(k_cache_ptr + slot + one + d[None, :], turned, mask=inside)
+    else:
+        slot = ((block * HKV + head - HQ - HKV) * BLOCK_SIZE + position % BLOCK_SIZE) * D
+        value = tl.load(pointers + d[None, :], mask=inside)
+        tl.store(v_cache_ptr + slot + one + d[None, :], value.to(v_cache_ptr.dtype.element_ty), mask=inside)
+
+
+def rope_write_(
+    qkv: Tensor,
+    table: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_index: Tensor,
+    positions: Tensor,
+    *,
+    num_heads: int,
+    first_row: int,
+) -> None:
+    """Turn q in place and write k and v to the pool, for rows of qkv [M, (HQ + 2 * HKV) * D] from first_row on.
+
+    `table` float32 [num_positions, rotary_dim]. A row whose position is below 0 is left alone.
+    """
+    num_rows = qkv.shape[0] - first_row
+    if num_rows == 0:
+        return
+    _, num_kv_heads, block_size, head_dim = v_cache.shape
+    limit = limits(qkv.device)
+    rope_write_kernel[(num_rows, num_heads + 2 * num_kv_heads)](
+        *(qkv, table, k_cache, v_cache, block_tables, seq_index, positions),
+        *(qkv.stride(0), first_row, block_tables.shape[1]),
+        HQ=num_heads,
+        HKV=num_kv_heads,
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        ROTARY=table.shape[1],
+        BLOCK_SIZE=block_size,
+        PDL=limit.dependent,
+        num_warps=1,
+        **limit.options,
+    )

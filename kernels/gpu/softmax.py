@@ -1,0 +1,54 @@
+"""The arithmetic of attention, shared by decode and prefill, which therefore give the same bits.
+
+A split of 256 keys is an online softmax over tiles of 64 keys; splits are merged left to right. The
+sum of the probabilities is a matrix product with ones: a plain sum's order depends on how warps
+divide the keys (measured: 27 of 6 million outputs change), the product's does not.
+"""
+
+from __future__ import annotations
+
+from kernels._triton import tl, triton
+
+NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def add_tile(q, k, v, seen, top, total, out, scale, cap, CAPPED: tl.constexpr, TILE: tl.constexpr):
+    """Join one tile: q [R, D], k [D, TILE], v [TILE, D], seen [R, TILE] → (top, total, out).
+
+    `top` [R] is the largest score, `total` [R, 16] the sum of exponentials in every column, `out`
+    [R, D] the weighted values. `scale` takes a product to the exponent of 2. With CAPPED it takes it to
+    that of tanh's e^2x, and the exponent is cap * tanh(x).
+    """
+    scores = tl.dot(q, k, input_precision="ieee")
+    if CAPPED:
+        # tanh by exp2, as one expression for every launch shape.
+        grown = tl.exp2(scores * scale)
+        scores = cap * (1.0 - 2.0 / (grown + 1.0))
+    scores = tl.where(seen, scores, NEGATIVE_INFINITY)
+    highest = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(highest == NEGATIVE_INFINITY, 0.0, highest)  # a row that has seen nothing: no NaN
+    unit = 1.0 if CAPPED else scale
+    fade = tl.exp2((top - base) * unit)[:, None]
+    weights = tl.exp2(tl.fma(scores, unit, -(base * unit)[:, None])).to(v.dtype)
+    ones = tl.full((TILE, 16), 1.0, v.dtype)
+    total = tl.dot(weights, ones, total * fade, input_precision="ieee")
+    out = tl.dot(weights, v, out * fade, input_precision="ieee")
+    return highest, total, out
+
+
+@triton.jit
+def merge(top, total, out, later_top, later_total, later_out, unit):
+    """Join two splits, the later one second. Totals here are [R]; `unit` takes a score to an exponent of 2."""
+    highest = tl.maximum(top, later_top)
+    base = tl.where(highest == NEGATIVE_INFINITY, 0.0, highest)
+    fade = tl.exp2((top - base) * unit)
+    grow = tl.exp2((later_top - base) * unit)
+    return highest, tl.fma(total, fade, later_total * grow), tl.fma(out, fade[:, None], later_out * grow[:, None])
+
+
+@triton.jit
+def nothing_seen(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(top, total, out) of no keys, as `add_tile` carries them."""
+    top = tl.full((ROWS,), NEGATIVE_INFINITY, tl.float32)
+    return top, tl.zeros((ROWS, 16), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)

@@ -1,0 +1,61 @@
+"""Once a process: how the library's products are asked for, where compiled kernels are kept, and the check
+that a row's bits do not depend on the batch here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from kernels._triton import triton
+from kernels.gpu.matmul import gated_linear, linear
+
+#: Raised whenever an operator on a GPU may change a bit of its result.
+GPU_NUMERICS = 1
+
+#: (out, in): a multiple of every tile, and a shape with remainders.
+_SHAPES = ((512, 2048), (1000, 1544))
+_ROW_COUNTS = (1, 20, 50, 100)
+_MOST_ROWS = 300
+
+
+def start_gpu(device: torch.device, dtype: torch.dtype, cache_dir: Path | None = None) -> None:
+    """Prepare `device` for models of `dtype`; `cache_dir` keeps compiled kernels from one start to the next.
+
+    Raises RuntimeError for a device that is too old, or whose products are not reproducible.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise RuntimeError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; 8.0 or later is needed."
+        )
+    if cache_dir is not None:
+        triton.knobs.cache.dir = str(cache_dir / "triton")
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    # The second value forbids split-K, whose choice depends on the number of rows.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
+    for num_out, num_in in _SHAPES:
+        _check_rows(device, dtype, num_out, num_in)
+
+
+def gpu_numerics_name(device: torch.device) -> str:
+    """What decides the bits of results on `device`. Part of the numerics hash."""
+    capability = "".join(map(str, torch.cuda.get_device_capability(device)))
+    return f"triton-{GPU_NUMERICS} triton-{triton.__version__} cuda-{torch.version.cuda} sm_{capability}"
+
+
+def _check_rows(device: torch.device, dtype: torch.dtype, num_out: int, num_in: int) -> None:
+    generator = torch.Generator(device).manual_seed(1)
+    weight = torch.randn(num_out, num_in, generator=generator, device=device).to(dtype)
+    x = torch.randn(_MOST_ROWS, num_in, generator=generator, device=device).to(dtype)
+    whole, whole_gated = linear(x, weight, None, dtype), gated_linear(x, weight, None)
+    for count in _ROW_COUNTS:
+        rows = x[-count:].contiguous()
+        same = torch.equal(linear(rows, weight, None, dtype), whole[-count:])
+        if not (same and torch.equal(gated_linear(rows, weight, None), whole_gated[-count:])):
+            raise RuntimeError(
+                f"the matrix product on {torch.cuda.get_device_name(device)} gives a row other bits in a batch of "
+                f"{count} than in one of {_MOST_ROWS} (weight {num_out} x {num_in}, {dtype}); output would not be "
+                f"reproducible."
+            )

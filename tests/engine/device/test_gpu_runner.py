@@ -1,0 +1,108 @@
+"""The torch runner on a GPU: transformers' ids, and the same bits in any composition of steps. `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.backends.torch_runner import TorchRunner
+from engine.plan import ModelInfo
+from protocol.sampling import SamplingParams
+from tests.engine.sequences import Sequence
+from tests.engine.tiny_models import EOS_ID, NUM_NEW, PROMPT_LENGTHS, prompt
+from tests.engine.torch_runners import Settings, driver, load
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+ALL = range(len(PROMPT_LENGTHS))
+
+
+def gpu_settings(model: Path, dtype: str, cache: Path) -> Settings:
+    return Settings(
+        str(model),
+        dtype=dtype,
+        device="cuda",
+        max_num_batched_tokens=2048,
+        kv_cache_memory_bytes=64 * 2**20,
+        cache_dir=cache,
+    )
+
+
+@pytest.mark.parametrize("variant", ["llama_tied", "llama_untied", "llama_bias"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_greedy_ids_are_those_of_transformers(tiny_models: Path, kernel_cache: Path, variant: str, depth: int) -> None:
+    golden = json.loads((tiny_models / "golden.json").read_text())[variant]
+    runner, info = load(gpu_settings(tiny_models / variant, "float32", kernel_cache))
+    assert runner.max_in_flight == 2
+    greedy = SamplingParams(max_tokens=NUM_NEW, min_tokens=NUM_NEW, temperature=0.0)
+    sequences = [Sequence(prompt(number), greedy, ends=(EOS_ID,)) for number in ALL]
+    assert driver(runner, info).run(sequences, depth=depth) == golden["ids"]
+
+
+def sampling(number: int, *, plain: bool) -> SamplingParams:
+    """Parameters that differ from prompt to prompt; with `plain` those that a graph's sampler does alone."""
+    basic = SamplingParams(
+        max_tokens=20,
+        temperature=(0.0, 0.7, 1.3)[number % 3],
+        top_k=(0, 0, 9)[number % 3],
+        top_p=(1.0, 0.9)[number % 2],
+        min_p=(0.0, 0.02, 0.0, 0.0)[number % 4],
+    )
+    if plain:
+        return basic
+    return SamplingParams(
+        max_tokens=20,
+        min_tokens=number % 5,
+        temperature=basic.temperature,
+        top_k=basic.top_k,
+        top_p=basic.top_p,
+        min_p=basic.min_p,
+        repetition_penalty=(1.0, 1.3)[number // 2 % 2],
+        presence_penalty=(0.0, 0.4, 0.0)[number % 3],
+        frequency_penalty=(0.0, 0.0, 0.2, 0.0)[number % 4],
+        logit_bias=((4, 1.5), (9, -2.0)) if number % 5 == 4 else (),
+        allowed_token_ids=tuple(range(3, 90)) if number % 7 == 6 else (),
+        logprobs=3,
+    )
+
+
+def sequences(plain: bool) -> list[Sequence]:
+    return [Sequence(prompt(n), sampling(n, plain=plain), seed=77 * n - 200, ends=(2, 11)) for n in ALL]
+
+
+def results(of: list[Sequence]) -> list[object]:
+    return [(s.generated, s.logprobs) for s in of]
+
+
+class Case:
+    def __init__(self, runner: TorchRunner, info: ModelInfo) -> None:
+        self.driver = driver(runner, info)
+        self.alone = {
+            plain: results([self.driver.run_alone(sequence) for sequence in sequences(plain)])
+            for plain in (True, False)
+        }
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+def case(request: pytest.FixtureRequest, tiny_models: Path, kernel_cache: Path) -> Case:
+    return Case(*load(gpu_settings(tiny_models / "llama_bias", request.param, kernel_cache)))
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("chunk", [10**9, 64, 7])
+def test_bits_are_the_same_together_and_in_chunks(case: Case, plain: bool, depth: int, chunk: int) -> None:
+    together = sequences(plain)
+    case.driver.run(together, depth=depth, chunk=chunk)
+    assert results(together) == case.alone[plain]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_bits_are_the_same_after_preemption(case: Case, plain: bool) -> None:
+    together = sequences(plain)
+    for number, sequence in enumerate(together):
+        sequence.preempt_after = number % 4 + 1
+    case.driver.run(together, depth=2)
+    assert results(together) == case.alone[plain]

@@ -1,0 +1,120 @@
+"""Batches of attention, laid out for a CPU and for a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+import kernels
+from kernels.gpu import attention
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCase:
+    """Sequences whose context lies in the pool already, and the fused projection of their next tokens."""
+
+    num_heads: int
+    qkv: Tensor
+    table: Tensor
+    keys: Tensor
+    values: Tensor
+    batch: kernels.AttentionBatch
+    slots: Tensor
+
+    @classmethod
+    def draw(
+        cls,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        block_size: int,
+        starts: tuple[int, ...],
+        counts: tuple[int, ...],
+    ) -> AttentionCase:
+        generator = torch.Generator().manual_seed(3)
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        max_blocks = -(-max(ends) // block_size)
+        num_blocks = len(counts) * max_blocks + 3
+        tables = torch.randperm(num_blocks, generator=generator)[: len(counts) * max_blocks]
+        tables = tables.view(len(counts), max_blocks).int()
+        shapes = kernels.kv_cache_shapes(num_blocks, block_size, num_kv_heads, head_dim)
+        keys, values = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        positions = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+        seq_index = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        qkv = torch.randn(len(positions), (num_heads + 2 * num_kv_heads) * head_dim, generator=generator).to(dtype)
+        angles = torch.outer(torch.arange(1000.0), 1 / 10000 ** (torch.arange(0, head_dim, 2) / head_dim))
+        slots = tables.long()[seq_index, positions // block_size] * block_size + positions % block_size
+        num_single = next((place for place, count in enumerate(counts) if count > 1), len(counts))
+        size = kernels.query_tile(num_heads, num_kv_heads, head_dim, dtype)
+        tiles, row = [], num_single
+        for count in counts[num_single:]:
+            tiles += [(row + first, min(size, count - first)) for first in range(0, count, size)]
+            row += count
+        schedule = kernels.TileSchedule(
+            num_single,
+            torch.tensor(tiles, dtype=torch.int32).view(-1, 2),
+            -(-max(ends) // 256),
+            torch.zeros(max(1, num_single * num_kv_heads), dtype=torch.int32),
+        )
+        batch = kernels.AttentionBatch(tables, seq_index.int(), positions.int(), schedule)
+        return cls(num_heads, qkv, torch.cat((angles.cos(), angles.sin()), 1), keys, values, batch, slots)
+
+    def on(self, device: torch.device) -> AttentionCase:
+        """The same with the pool as a GPU has it."""
+        batch, schedule = self.batch, self.batch.schedule
+        assert schedule is not None
+        schedule = replace(schedule, tiles=schedule.tiles.to(device), arrivals=schedule.arrivals.to(device))
+        return replace(
+            self,
+            qkv=self.qkv.to(device),
+            table=self.table.to(device),
+            keys=self.keys.transpose(2, 3).contiguous().to(device).transpose(2, 3),
+            values=self.values.clone().to(device),
+            batch=kernels.AttentionBatch(
+                batch.block_tables.to(device), batch.seq_index.to(device), batch.positions.to(device), schedule
+            ),
+        )
+
+    def run(self, window: int, soft_cap: float) -> Tensor:
+        """The GPU operator on a copy of the projection; the pool is written."""
+        return attention.rotate_and_attend(
+            *(self.qkv.clone(), self.table, self.keys, self.values, self.batch),
+            num_heads=self.num_heads,
+            scale=self.values.shape[3] ** -0.5,
+            window=window,
+            soft_cap=soft_cap,
+            tile=64,
+            split=256,
+        )
+
+    def _rows(self, begin: int, end: int, num_single: int) -> Tensor:
+        """Rows of the one sequence, computed as one chunk or as single tokens."""
+        batch, schedule = self.batch, self.batch.schedule
+        assert schedule is not None
+        heads, kv_heads, head_dim = self.num_heads, self.values.shape[1], self.values.shape[3]
+        size = kernels.query_tile(heads, kv_heads, head_dim, self.values.dtype)
+        tiles = [(first, min(size, end - begin - first)) for first in range(num_single, end - begin, size)]
+        device = self.qkv.device
+        part = kernels.AttentionBatch(
+            batch.block_tables,
+            batch.seq_index[begin:end].contiguous(),
+            batch.positions[begin:end].contiguous(),
+            kernels.TileSchedule(
+                num_single,
+                torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, 2),
+                schedule.max_splits,
+                torch.zeros(64, dtype=torch.int32, device=device),
+            ),
+        )
+        return replace(self, qkv=self.qkv[begin:end], batch=part).run(0, 0.0)
+
+    def in_chunks(self, cuts: tuple[int, ...]) -> Tensor:
+        return torch.cat([self._rows(begin, end, 0) for begin, end in itertools.pairwise(cuts)])
+
+    def row_alone(self, row: int) -> Tensor:
+        return self._rows(row, row + 1, 1)

@@ -1,0 +1,153 @@
+"""The Triton operators against the references in Triton's interpreter; `test_interpreted` runs this file.
+
+A process of its own, because Triton decides at import whether it interprets. Not bfloat16, which the
+interpreter keeps as integers.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+import kernels
+from kernels.activation import silu_and_mul_reference
+from kernels.attention import rotate_and_attend
+from kernels.gpu import activation, decode, embedding, logprobs, matmul, noise, norm, sampling
+from kernels.norm import rms_norm_reference
+from tests.kernels.gpu.cases import AttentionCase
+
+# Idle rows of a tile divide 0 by 0, and are not stored.
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.timeout(300)]
+
+CLOSE = {torch.float32: 1e-6, torch.float16: 1e-3}
+DTYPES = list(CLOSE)
+
+
+@pytest.fixture(autouse=True)
+def _scalars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter makes integers by `int(array)`, which numpy allows only without dimensions since 2.4."""
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+@pytest.fixture(autouse=True)
+def _references() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    kernels.start(kernels.Implementation.REFERENCE)
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm(dtype: torch.dtype) -> None:
+    x, residual, weight = torch.randn(5, 100).to(dtype), torch.randn(5, 100).to(dtype), torch.randn(100).to(dtype)
+    for add in (residual, None):
+        normed, total = norm.rms_norm(x, weight, 1e-5, add)
+        wanted, wanted_total = rms_norm_reference(x, weight, 1e-5, add)
+        assert error(normed, wanted) < CLOSE[dtype]
+        assert torch.equal(total, wanted_total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_and_mul_of_a_view(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 250).to(dtype)[:, :200]
+    assert error(activation.silu_and_mul(x), silu_and_mul_reference(x)) < CLOSE[dtype]
+
+
+def test_embeddings() -> None:
+    weight = torch.randn(9, 12)
+    ids, last = torch.tensor([3, -1, -2], dtype=torch.int32), torch.tensor([5, 8], dtype=torch.int32)
+    assert torch.equal(embedding.embed_ahead(ids, last, weight, torch.float16), weight[[3, 5, 8]].half())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 17, 40, 70])
+def test_products(dtype: torch.dtype, rows: int) -> None:
+    for num_out, num_in in ((100, 72), (128, 128)):
+        x, weight, bias = (
+            torch.randn(rows, num_in).to(dtype),
+            torch.randn(num_out, num_in).to(dtype),
+            torch.randn(num_out),
+        )
+        wanted = x.double() @ weight.double().t()
+        found = matmul.linear(x, weight, None, torch.float32), matmul.linear(x, weight, bias, dtype)
+        assert found[0].shape == found[1].shape == wanted.shape
+        if rows:
+            assert error(found[0], wanted) < 1e-6
+            assert error(found[1], wanted + bias) < CLOSE[dtype]
+            gated = silu_and_mul_reference((wanted + bias).to(dtype))
+            assert error(matmul.gated_linear(x, weight, bias), gated) < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (100, 0.0), (0, 2.0)])
+@pytest.mark.parametrize("spread", [decode.Spread(1, 4, 1), decode.Spread(2, 4, 1)], ids=["walk", "spread"])
+def test_attention(
+    dtype: torch.dtype, window: int, soft_cap: float, spread: decode.Spread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "choose_spread", lambda *sizes, **options: spread)
+    case = AttentionCase.draw(3, 1, 80, dtype=dtype, block_size=32, starts=(0, 600, 250), counts=(1, 1, 20))
+    copied = case.on(torch.device("cpu"))
+    found = copied.run(window, soft_cap)
+    wanted = rotate_and_attend(
+        *(case.qkv.clone(), case.table, case.keys, case.values, case.batch, case.slots),
+        num_heads=3,
+        scale=80**-0.5,
+        window=window,
+        soft_cap=soft_cap,
+    )
+    assert error(found, wanted) < CLOSE[dtype]
+    assert torch.equal(copied.values, case.values)
+    assert error(copied.keys, case.keys) < CLOSE[dtype]
+    assert copied.batch.schedule is not None
+    assert not copied.batch.schedule.arrivals.any()
+
+
+def test_noise() -> None:
+    seeds, places = torch.tensor([1, -5, 2**62 + 12345678901]), torch.tensor([0, 7, 123456])
+    found, wanted = noise.gumbel_noise(seeds, places, 300), kernels.gumbel_noise(seeds, places, 300)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)  # the interpreter's fma rounds twice
+
+
+def test_sampling() -> None:
+    rows, vocab = 20, 300
+    logits = torch.randn(rows, vocab) * 3
+    logits[8], logits[9, ::3], logits[10] = 1.0, 20.0, logits[10].round()
+    logits[5, 7], logits[6, 9], logits[7] = torch.nan, torch.inf, -torch.inf
+    number = torch.arange(rows)
+    temperature = torch.where(number % 5 == 0, 0.0, 0.8)
+    top_k, top_p, min_p = torch.zeros(rows, dtype=torch.int64), torch.ones(rows), torch.zeros(rows)
+    top_k[8:14] = torch.tensor([5, 10, 3, 1, 40, 250])
+    top_p[10:17] = torch.tensor([0.5, 1.0, 0.7, 0.1, 0.5, 0.9, 0.99])
+    min_p[16:], min_p[12] = 0.05, 0.2
+    last = torch.zeros(rows, dtype=torch.int32)
+    for turn in range(3):
+        seeds = number * 123456789 + turn
+        wanted = kernels.sample(logits, temperature, top_k, top_p, min_p, seeds, number)
+        found = sampling.sample_ahead(
+            logits, temperature, top_k.int(), top_p, min_p, seeds, number.int(), number.int(), last
+        )
+        assert found[5:8].tolist() == [sampling.NOT_FINITE, sampling.NOT_FINITE, sampling.NONE_ALLOWED]
+        assert torch.equal(found.clamp(min=-1).long(), wanted)
+        assert torch.equal(last, found.clamp(min=0))
+
+
+def test_logprobs() -> None:
+    logits, ids = torch.randn(4, 300) * 3, torch.tensor([3, 5, 7, 9])
+    logits[1] = logits[1].round()
+    wanted = kernels.logprobs(logits, ids, 6)
+    own, rank, top_ids, top = logprobs.logprobs_ahead(logits, ids.int(), 6)
+    torch.testing.assert_close(own, wanted.own, rtol=0, atol=2e-6)
+    torch.testing.assert_close(top, wanted.top, rtol=0, atol=2e-6)
+    assert rank.tolist() == wanted.rank.tolist()
+    assert top_ids.tolist() == wanted.top_ids.tolist()

@@ -1,0 +1,91 @@
+"""Every kernel compiles for the GPUs it is meant for, as it would be launched there. No GPU needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernels
+
+pytest.importorskip("triton")
+from kernels.gpu import activation, attention, embedding, logprobs, matmul, noise, norm, sampling
+from tests.kernels.gpu.compiling import Compiled, compiling
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROW_COUNTS = (1, 17, 33, 65)
+
+
+@pytest.fixture(params=[80, 90], ids="sm_{}".format)
+def capability(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_row_operators(capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    with compiling(capability, monkeypatch) as compiled:
+        x = torch.empty(2, 4096, dtype=dtype)
+        norm.rms_norm(x, x[0], 1e-5, x)
+        activation.silu_and_mul(x)
+        embedding.embed_ahead(torch.empty(2, dtype=torch.int32), torch.empty(4, dtype=torch.int32), x, dtype)
+    assert compiled.names == ["rms_norm_kernel", "silu_and_mul_kernel", "embed_kernel"]
+    assert all(("griddepcontrol" in text) == (capability >= 90) for text in compiled.assembly)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products(capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    with compiling(capability, monkeypatch) as compiled:
+        for num_out, num_in in ((6144, 4096), (4096, 14336), (1000, 200)) if dtype is torch.bfloat16 else ((96, 200),):
+            for rows in ROW_COUNTS:
+                x, weight = torch.empty(rows, num_in, dtype=dtype), torch.empty(num_out, num_in, dtype=dtype)
+                matmul.linear(x, weight, None, dtype)
+                matmul.linear(x, weight, torch.empty(num_out), torch.float32)
+                matmul.gated_linear(x, weight, None)
+    assert set(compiled.names) == {"linear_kernel"}
+    assert _uses_wgmma(compiled) == (capability >= 90 and dtype is torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [(torch.bfloat16, 64), (torch.bfloat16, 80), (torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float32, 256)],
+    ids=str,
+)
+def test_attention(capability: int, dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, kv_heads, rows = 8, 2, 3
+    keys, values = kernels.empty_kv_cache(8, 16, kv_heads, head_dim, dtype=dtype, device=torch.device("cpu"))
+    keys = values.transpose(2, 3)
+    index = torch.zeros(rows, dtype=torch.int32)
+    with compiling(capability, monkeypatch) as compiled:
+        for num_rows, options in ((rows, {}), (400, {"window": 100}), (400, {"soft_cap": 2.0})):
+            schedule = kernels.TileSchedule(num_rows, torch.zeros(1, 2, dtype=torch.int32), 8, index)
+            batch = kernels.AttentionBatch(torch.zeros(1, 128, dtype=torch.int32), index, index, schedule)
+            qkv = torch.empty(num_rows + 1, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+            attention.rotate_and_attend(
+                *(qkv, torch.empty(100, head_dim), keys, values, batch),
+                **({"window": 0, "soft_cap": 0.0} | options),
+                num_heads=heads,
+                scale=1.0,
+                tile=64,
+                split=256,
+            )
+    assert set(compiled.names) == {"rope_write_kernel", "decode_kernel", "prefill_kernel"}
+
+
+def test_sampling(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with compiling(capability, monkeypatch) as compiled:
+        logits, column, ids = torch.empty(2, 128256), torch.empty(2), torch.empty(2, dtype=torch.int32)
+        seeds = ids.long()
+        sampling.sample_ahead(logits, column, ids, column, column, seeds, ids, ids, ids)
+        logprobs.logprobs_ahead(logits, ids, 5)
+        noise.gumbel_noise(seeds, seeds, 1000)
+    assert compiled.names == [
+        "threshold_kernel",
+        "pick_kernel",
+        "choose_kernel",
+        "logprobs_kernel",
+        "gumbel_noise_kernel",
+    ]
+
+
+def _uses_wgmma(compiled: Compiled) -> bool:
+    return any("wgmma" in text for text in compiled.assembly)

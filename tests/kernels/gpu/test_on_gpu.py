@@ -1,0 +1,184 @@
+"""The Triton operators on a GPU: against the references, and a row's bits against any batch. `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+from kernels.attention import rotate_and_attend
+from tests.kernels.gpu.cases import AttentionCase
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+#: Largest relative error against a float32 reference.
+CLOSE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+DTYPES = list(CLOSE)
+ROW_COUNTS = (1, 2, 3, 7, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 255, 256, 511, 1000)
+
+#: (out, in) of the layers of Llama-3.1-8B, Qwen3-0.6B and SmolLM2, and an odd one.
+SHAPES = ((6144, 4096), (4096, 4096), (4096, 14336), (4096, 1024), (1024, 2048), (1024, 3072), (576, 576), (1000, 1544))
+GATED_SHAPES = ((28672, 4096), (6144, 1024), (3072, 576))
+
+
+@pytest.fixture(autouse=True)
+def cuda() -> torch.device:
+    device = torch.device("cuda", 0)
+    for dtype in DTYPES:
+        kernels.start_gpu(device, dtype)
+    return device
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    found, wanted = found.double().cpu(), wanted.double().cpu()
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 576, 4096])
+def test_rms_norm(cuda: torch.device, dtype: torch.dtype, width: int) -> None:
+    x, residual = torch.randn(2, 37, width, device=cuda).to(dtype)
+    weight = torch.randn(width, device=cuda).to(dtype)
+    normed, total = kernels.rms_norm(x, weight, 1e-5, residual)
+    wanted, wanted_total = kernels.rms_norm(x.cpu(), weight.cpu(), 1e-5, residual.cpu())
+    assert error(normed, wanted) < CLOSE[dtype]
+    assert torch.equal(total.cpu(), wanted_total)
+    for count in (1, 5, 36):
+        assert torch.equal(kernels.rms_norm(x[:count], weight, 1e-5, residual[:count])[0], normed[:count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_and_mul(cuda: torch.device, dtype: torch.dtype) -> None:
+    x = (torch.randn(9, 600, device=cuda) * 4).to(dtype)
+    assert error(kernels.silu_and_mul(x), kernels.silu_and_mul(x.cpu())) < CLOSE[dtype]
+
+
+def test_embeddings(cuda: torch.device) -> None:
+    weight = torch.randn(100, 48, device=cuda)
+    last = torch.tensor([5, 99, 7], dtype=torch.int32, device=cuda)
+    ids = torch.tensor([3, -1, -3, 0, -2], dtype=torch.int32, device=cuda)
+    found = kernels.embed_ahead(ids, last, weight, torch.bfloat16)
+    assert torch.equal(found, weight[[3, 5, 7, 0, 99]].bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_products_are_right_and_do_not_depend_on_the_batch(cuda: torch.device, dtype: torch.dtype) -> None:
+    wrong = []
+    shapes = SHAPES if dtype is torch.bfloat16 else SHAPES[-3:]
+    for num_out, num_in in shapes:
+        weight, x = (
+            torch.randn(num_out, num_in, device=cuda).to(dtype),
+            torch.randn(1000, num_in, device=cuda).to(dtype),
+        )
+        packed = kernels.pack_linear(weight)
+        bias = torch.randn(num_out, device=cuda)
+        for out_dtype, add in ((None, None), (torch.float32, None), (None, bias)):
+            whole = kernels.linear(x, packed, add, out_dtype=out_dtype)
+            wanted = x[:64].double() @ weight.double().t() + (0 if add is None else add.double())
+            assert error(whole[:64], wanted) < CLOSE[dtype], (num_out, num_in)
+            for rows in ROW_COUNTS:
+                if not torch.equal(kernels.linear(x[-rows:], packed, add, out_dtype=out_dtype), whole[-rows:]):
+                    wrong.append((num_out, num_in, rows, out_dtype, add is not None))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gated_products_have_the_bits_of_their_parts(cuda: torch.device, dtype: torch.dtype) -> None:
+    wrong = []
+    for num_out, num_in in GATED_SHAPES if dtype is torch.bfloat16 else GATED_SHAPES[-1:]:
+        weight, x = (
+            torch.randn(num_out, num_in, device=cuda).to(dtype),
+            torch.randn(1000, num_in, device=cuda).to(dtype),
+        )
+        packed = kernels.pack_linear(weight * 0.05)
+        whole = kernels.silu_and_mul(kernels.linear(x, packed))
+        wrong += [
+            (num_out, num_in, rows)
+            for rows in ROW_COUNTS
+            if not torch.equal(kernels.gated_linear(x[-rows:], packed), whole[-rows:])
+        ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "heads", [(32, 8, 128), (16, 8, 128), (9, 3, 64), (4, 4, 80), (8, 1, 256), (14, 2, 96)], ids=str
+)
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (300, 0.0), (0, 5.0)])
+def test_attention_of_a_mixed_batch(
+    cuda: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], window: int, soft_cap: float
+) -> None:
+    case = AttentionCase.draw(
+        *heads, dtype=dtype, block_size=32, starts=(0, 5, 700, 255, 0, 90, 511), counts=(1, 1, 1, 1, 70, 33, 2)
+    )
+    found = case.on(cuda).run(window, soft_cap)
+    wanted = rotate_and_attend(
+        *(case.qkv.float(), case.table, case.keys.float(), case.values.float(), case.batch, case.slots),
+        num_heads=heads[0],
+        scale=heads[2] ** -0.5,
+        window=window,
+        soft_cap=soft_cap,
+    )
+    assert error(found, wanted) < CLOSE[dtype] * 1.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (8, 1, 256)], ids=str)
+def test_attention_has_the_same_bits_in_any_composition(
+    cuda: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One chunk of 700 tokens, chunks cut elsewhere, and single tokens with splits spread in several ways."""
+    from kernels.gpu import decode
+
+    whole = AttentionCase.draw(*heads, dtype=dtype, block_size=16, starts=(0,), counts=(700,)).on(cuda)
+    wanted = whole.run(0, 0.0)
+    for cuts in ((0, 1, 38, 338, 700), (0, 256, 257, 700)):
+        assert torch.equal(whole.in_chunks(cuts), wanted)
+    for spread in (decode.Spread(1, 2, 3), decode.Spread(1, 4, 3), decode.Spread(2, 2, 5), decode.Spread(3, 4, 3)):
+        monkeypatch.setattr(decode, "choose_spread", lambda *a, spread=spread, **k: spread)
+        for at in (0, 63, 64, 255, 256, 300, 511, 512, 640, 699):
+            assert torch.equal(whole.row_alone(at), wanted[at : at + 1]), (spread, at)
+
+
+def test_noise_has_the_bits_of_the_cpu(cuda: torch.device) -> None:
+    from kernels.gpu.noise import gumbel_noise
+
+    seeds = torch.tensor([1, -5, 2**62 + 12345678901, 0])
+    places = torch.tensor([0, 7, 123456, 2**31 - 1])
+    kernels.start(kernels.Implementation.NATIVE)
+    wanted = kernels.gumbel_noise(seeds, places, 200_000)
+    assert torch.equal(gumbel_noise(seeds.to(cuda), places.to(cuda), 200_000).cpu(), wanted)
+
+
+def test_sampling_picks_what_the_cpu_picks(cuda: torch.device) -> None:
+    rows, vocab = 96, 50_000
+    logits = torch.randn(rows, vocab) * 2
+    logits[:8] = logits[:8].round()
+    number = torch.arange(rows)
+    temperature = torch.where(number % 5 == 0, 0.0, 0.7)
+    top_k, top_p = (number % 3 == 1) * 40, torch.where(number % 4 == 1, 0.9, 1.0)
+    min_p = torch.where(number % 7 == 3, 0.05, 0.0)
+    last = torch.zeros(rows, dtype=torch.int32, device=cuda)
+    differ = 0
+    for turn in range(5):
+        seeds = number * 1234567 + turn
+        wanted = kernels.sample(logits, temperature, top_k, top_p, min_p, seeds, number)
+        columns = (temperature, top_k.int(), top_p, min_p, seeds, number.int(), number.int())
+        found = kernels.sample_ahead(logits.to(cuda), *(column.to(cuda) for column in columns), last).cpu()
+        assert torch.equal(found, last.cpu())
+        differ += int((found != wanted).sum())
+    # A nucleus' edge may fall between two tokens by the rounding of its sum.
+    assert differ <= 1
+
+
+def test_logprobs(cuda: torch.device) -> None:
+    logits = torch.randn(7, 50_000) * 3
+    logits[2] = logits[2].round()
+    ids = torch.arange(7) * 11
+    wanted = kernels.logprobs(logits, ids, 20)
+    own, rank, top_ids, top = (t.cpu() for t in kernels.logprobs_ahead(logits.to(cuda), ids.int().to(cuda), 20))
+    torch.testing.assert_close(own, wanted.own, rtol=0, atol=2e-5)
+    torch.testing.assert_close(top, wanted.top, rtol=0, atol=2e-5)
+    assert torch.equal(rank.long(), wanted.rank)
+    assert torch.equal(top_ids.long(), wanted.top_ids)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -28,6 +29,12 @@ from protocol.codec import MAX_FRAME
 #: Frames that may wait in a socket: more than the Submits and Aborts of the largest grant (twice
 #: 1024 requests), so that a full queue means an engine that does not read.
 HIGH_WATER = 8192
+
+#: What a full socket refuses waits here for so long, and is tried again this often. As an engine
+#: bears with a gateway (`engine.reception`), so this with an engine.
+MAX_STUCK_S, _UNSENT_RETRY_S = 5.0, 0.005
+#: Bytes that may wait so; one frame may be as large as that alone.
+MAX_UNSENT_BYTES = MAX_FRAME
 
 #: A connect that is refused is tried again this often; a `kill -9` is survived that much later.
 _RETRY_MS = 100
@@ -116,6 +123,10 @@ class Dealer:
         self._read_is_due = False
         self._peer_is_here = False
         self._peer_is_gone = False
+        self._unsent: deque[bytes] = deque()
+        self._unsent_bytes = 0
+        self._stuck_since = 0.0
+        self._retry: asyncio.TimerHandle | None = None
         self._socket = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
@@ -150,7 +161,7 @@ class Dealer:
         self._loop.call_soon(self._read_monitor)
 
     def send(self, frame: bytes) -> bool:
-        """Whether the frame was taken; not while unconnected or with a full queue.
+        """Whether the frame was taken; not while unconnected, nor when the peer has read too little for too long.
 
         For a peer that has gone every frame is: `disconnected` tells of it, after the last that came.
         """
@@ -158,6 +169,19 @@ class Dealer:
             return True
         if self._owner is None or not self._peer_is_here:
             return False
+        if not self._unsent and self._is_sent(frame):
+            return True
+        if not self._unsent:
+            self._stuck_since = time.monotonic()
+            self._retry = self._loop.call_later(_UNSENT_RETRY_S, self._send_unsent)
+        elif time.monotonic() - self._stuck_since > MAX_STUCK_S or self._unsent_bytes > MAX_UNSENT_BYTES:
+            return False
+        self._unsent.append(frame)
+        self._unsent_bytes += len(frame)
+        return True
+
+    def _is_sent(self, frame: bytes) -> bool:
+        """Whether the socket took it."""
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
@@ -168,11 +192,24 @@ class Dealer:
             self._read_soon()  # sending took the wake-up that told of it
         return True
 
+    def _send_unsent(self) -> None:
+        try:
+            # A peer that has gone gets nothing more: the socket would keep it for the next life of the engine.
+            while self._unsent and not self._peer_is_gone and self._is_sent(self._unsent[0]):
+                self._unsent_bytes -= len(self._unsent.popleft())
+                self._stuck_since = time.monotonic()
+        except BaseException as error:
+            self._crashed(error)
+        if self._unsent and not self._peer_is_gone and self._owner is not None:
+            self._retry = self._loop.call_later(_UNSENT_RETRY_S, self._send_unsent)
+
     def close(self) -> None:
         if self._owner is None:
             return
         self._owner = None
         self._work = None
+        if self._retry is not None:
+            self._retry.cancel()
         self._loop.remove_reader(self._monitor.fileno())
         self._loop.remove_reader(self._socket.fileno())
         self._socket.disable_monitor()

@@ -12,6 +12,7 @@ import pytest
 import zmq
 import zmq.auth
 
+from gateway import dealer as dealer_module
 from gateway.dealer import AddressError, Context, CurveKeys, Dealer, needs_keys
 from gateway.slices import SLICE_S
 from tests.gateway.scripted_engine import PATIENCE_S, until
@@ -91,6 +92,52 @@ async def test_frames_go_both_ways_and_none_waits_for_the_next(
     dealer.close()
     dealer.close()
     assert not dealer.send(b"too late")
+
+
+async def test_what_a_full_socket_refuses_waits_in_order_and_not_for_ever(
+    context: Context, router: zmq.Socket[bytes], ipc_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dealer_module, "HIGH_WATER", 1)
+    monkeypatch.setattr(dealer_module, "MAX_STUCK_S", 0.2)
+    router.setsockopt(zmq.RCVHWM, 1)
+    router.bind(ipc_address)
+    owner = Owner()
+    dealer = opened(context, ipc_address, owner)
+    await until(lambda: owner.connects == 1)
+    frames = [b"%02d" % number + bytes(2**20) for number in range(20)]  # more than kernel and queues take
+    assert all(dealer.send(frame) for frame in frames)
+    assert dealer._unsent
+    await asyncio.sleep(0.3)
+    assert not dealer.send(b"one too many")
+    received = []
+    async with asyncio.timeout(PATIENCE_S):
+        while len(received) < len(frames):
+            if router.poll(0):
+                received.append(router.recv_multipart()[1])
+            await asyncio.sleep(0.001)
+    assert received == frames
+    assert dealer.send(b"again")
+    dealer.close()
+
+
+async def test_what_waited_for_a_peer_that_went_is_not_sent_to_the_next(
+    context: Context, ipc_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dealer_module, "HIGH_WATER", 1)
+    owner = Owner()
+    dealer = opened(context, ipc_address, owner)
+    with zmq.Context() as other, other.socket(zmq.ROUTER) as first:
+        first.setsockopt(zmq.RCVHWM, 1)
+        first.bind(ipc_address)
+        await until(lambda: owner.connects == 1)
+        for _ in range(20):
+            dealer.send(bytes(2**20))
+        assert dealer._unsent
+    await until(lambda: owner.disconnects == 1)
+    waiting = len(dealer._unsent)
+    await asyncio.sleep(0.1)
+    assert len(dealer._unsent) == waiting
+    dealer.close()
 
 
 async def test_what_came_before_the_end_is_read_before_it_is_told(context: Context, ipc_address: str) -> None:

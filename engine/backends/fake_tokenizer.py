@@ -67,7 +67,9 @@ def tokenizer() -> dict[str, object]:
             for number, text in SPECIAL_TOKENS.items()
         ],
         "normalizer": None,
-        "pre_tokenizer": byte_level,
+        # Without merges the ids are the same; but the library keeps each word that it has met (10,000 of up to
+        # 256 characters), and a whole prompt as one word takes 3 KiB.
+        "pre_tokenizer": byte_level | {"use_regex": True},
         "post_processor": None,
         "decoder": byte_level,
         "model": {

@@ -1,14 +1,11 @@
 """From a step log and the arrival times of tokens to the time each token took from the engine to the client.
 
-The fake engine writes down when each of its steps ended. A stream that decodes without a pause gets token k from step
-s + k; s is unknown, but no token comes before its step, so the latest s for which that holds is taken. It is the right
-one unless every single token of the stream was late by a whole step; then times would come out too short by that, so
-the tokens found for each step are compared with the number that the step says it made.
+The fake engine writes down when each of its steps ended and how many tokens it made. A stream gets a token from each
+step from its first on, so where all streams have as many tokens, those numbers tell how many streams began with each
+step; and a stream that began a step later is that much later on average, whatever a single token met on its way.
 """
 
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,26 +29,35 @@ def read_steps(log: Path) -> list[Step]:
     return [Step(row["step"], row["monotonic_ns"] / 1e9, row["num_sampled"]) for row in rows]
 
 
-def delays(steps: Sequence[Step], streams: Iterable[Sequence[float]]) -> list[float]:
-    """Seconds from the engine to the client for each token of each stream; a stream is its tokens' arrival times.
+def delays(steps: Sequence[Step], streams: Sequence[Sequence[float]]) -> list[float]:
+    """Seconds from the engine to the client for each token of each stream, given its tokens' arrival times.
 
-    `steps` are those of the run alone. Raises TrialError when a step made more or fewer tokens than arrived of it.
+    `steps` are those of the run alone, and all streams have as many tokens. Raises TrialError when steps and streams do
+    not fit together: one was preempted, or paused, or is not of this run.
     """
-    ends = [step.at for step in steps]
-    found, arrived = [], Counter[int]()
-    for times in streams:
-        first = _first_step(ends, times)
-        found += [at - ends[first + number] for number, at in enumerate(times)]
-        arrived.update(range(first, first + len(times)))
-    for index, step in enumerate(steps):
-        if arrived[index] != step.num_sampled:
-            raise TrialError(f"step {step.number} made {step.num_sampled} tokens, {arrived[index]} arrivals fit it")
+    (num_tokens,) = {len(times) for times in streams}
+    firsts = _first_steps(steps, num_tokens)
+    if len(firsts) != len(streams):
+        raise TrialError(f"the steps are of {len(firsts)} streams, {len(streams)} arrived")
+    found: list[float] = []
+    for first, times in zip(firsts, sorted(streams, key=sum), strict=True):
+        found += [at - step.at for at, step in zip(times, steps[first : first + num_tokens], strict=True)]
+    if min(found) < 0:
+        raise TrialError(f"a token arrived {-min(found):.6f} s before its step ended")
     return found
 
 
-def _first_step(ends: Sequence[float], times: Sequence[float]) -> int:
-    """Index of the latest step that can have made the first token."""
-    latest = min(bisect_right(ends, at) - 1 - number for number, at in enumerate(times))
-    if latest < 0:
-        raise TrialError("a token arrived before any step could have made it")
-    return latest
+def _first_steps(steps: Sequence[Step], num_tokens: int) -> list[int]:
+    """Index of the first step of each stream, in order."""
+    firsts: list[int] = []
+    begun: list[int] = []  # streams that began with each step
+    running = 0
+    for index, step in enumerate(steps):
+        if index >= num_tokens:
+            running -= begun[index - num_tokens]
+        if step.num_sampled < running:
+            raise TrialError(f"step {step.number} made {step.num_sampled} tokens, {running} streams ran")
+        begun.append(step.num_sampled - running)
+        running = step.num_sampled
+        firsts += [index] * begun[-1]
+    return firsts

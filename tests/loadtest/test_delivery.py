@@ -1,4 +1,4 @@
-"""Steps and arrivals to delays: the right step is found, and what does not fit is said."""
+"""Steps and arrivals to delays: each token is measured from its own step, and what does not fit is said."""
 
 from pathlib import Path
 
@@ -16,22 +16,29 @@ def steps(*num_sampled: int) -> list[Step]:
 def test_each_token_is_measured_from_its_own_step() -> None:
     early = [10.001, 10.0255, 10.052]
     late = [10.0251, 10.051, 10.0753]
-    assert delays(steps(1, 2, 2, 1), [early, late]) == pytest.approx([0.001, 0.0005, 0.002, 0.0001, 0.001, 0.0003])
+    assert delays(steps(1, 2, 2, 1), [late, early]) == pytest.approx([0.001, 0.0005, 0.002, 0.0001, 0.001, 0.0003])
 
 
-def test_tokens_later_than_a_step_are_found_as_long_as_one_of_the_stream_is_not() -> None:
-    joined = [10.06, 10.06, 10.06, 10.076]
-    assert delays(steps(1, 1, 1, 1), [joined]) == pytest.approx([0.06, 0.035, 0.01, 0.001])
+def test_a_stream_that_is_always_late_by_a_whole_step_does_not_pass_as_quick() -> None:
+    assert delays(steps(1, 2, 1), [[10.03, 10.06], [10.06, 10.09]]) == pytest.approx([0.03, 0.035, 0.035, 0.04])
 
 
-def test_a_stream_that_was_always_late_does_not_pass_as_quick() -> None:
-    with pytest.raises(TrialError, match="step 7 made 1 tokens, 0 arrivals fit it"):
-        delays(steps(1, 1, 0), [[10.026, 10.051]])
+def test_streams_may_follow_each_other() -> None:
+    streams = [[10.0, 10.025], [10.051, 10.076], [10.052, 10.077]]
+    assert delays(steps(1, 1, 2, 2), streams) == pytest.approx([0, 0, 0.001, 0.001, 0.002, 0.002])
 
 
-def test_tokens_from_before_the_first_step_are_refused() -> None:
-    with pytest.raises(TrialError, match="before any step"):
-        delays(steps(1), [[9.9]])
+@pytest.mark.parametrize(
+    ("num_sampled", "streams", "reason"),
+    [
+        ((2, 1), [[10.0, 10.1], [10.0, 10.1]], "step 8 made 1 tokens, 2 streams ran"),
+        ((2, 2), [[10.0, 10.1]], "the steps are of 2 streams, 1 arrived"),
+        ((1, 1), [[10.0, 10.02]], r"arrived 0\.005000 s before its step"),
+    ],
+)
+def test_what_does_not_fit_is_said(num_sampled: tuple[int, ...], streams: list[list[float]], reason: str) -> None:
+    with pytest.raises(TrialError, match=reason):
+        delays(steps(*num_sampled), streams)
 
 
 def test_a_log_is_read(tmp_path: Path) -> None:

@@ -25,6 +25,10 @@ from gateway.stream import Delta, Generation, GenerationRequest
 
 log = logging.getLogger(__name__)
 
+#: Logprobs of an unstreamed answer that are written on the event loop (5 ms); more are in a thread. A
+#: request of 100 bytes can ask for a million, which take 5 s.
+INLINE_ENTRIES = 1000
+
 #: Makes the reply of a generation that has begun.
 MakeReply = Callable[[Generation], Reply]
 
@@ -54,7 +58,9 @@ async def _whole(request: Request, generation: Generation, reply: Reply, measure
         return deltas
 
     deltas = await unless_left(request.receive, collect())
-    response = Response(reply.whole(deltas), media_type="application/json")
+    num_entries = sum(len(delta.ids) * (1 + delta.logprobs.k) for delta in deltas if delta.logprobs is not None)
+    body = reply.whole(deltas) if num_entries <= INLINE_ENTRIES else await asyncio.to_thread(reply.whole, deltas)
+    response = Response(body, media_type="application/json")
     measure.finish()
     return response
 

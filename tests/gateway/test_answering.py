@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from gateway import answering
 from gateway.errors import EngineFailed, GatewayError
 from gateway.replies import CompletionReply
-from gateway.stream import GenerationRequest
+from gateway.stream import Delta, GenerationRequest
 from protocol.messages import AbortReason
 from tests.gateway import vocabularies
 from tests.gateway.stub_engines import StubGateway
@@ -216,6 +217,27 @@ async def test_a_whole_answer_aborts_nothing() -> None:
         call = Call(gateway, {"prompt": "x", "stream": stream})
         await call.task
     assert gateway.dispatcher.left == []
+
+
+async def test_many_logprobs_are_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = speaking("abc")
+    threads = []
+    whole = CompletionReply.whole
+
+    def noted(reply: CompletionReply, deltas: Sequence[Delta]) -> bytes:
+        threads.append(threading.current_thread())
+        return whole(reply, deltas)
+
+    monkeypatch.setattr(CompletionReply, "whole", noted)
+    bodies = []
+    for limit in (12, 11):  # 2 choices of 3 tokens, each with itself and an alternative
+        monkeypatch.setattr(answering, "INLINE_ENTRIES", limit)
+        call = Call(gateway, {"prompt": "x", "n": 2, "logprobs": 1, "max_tokens": 3})
+        await call.task
+        bodies.append(json.loads(call.body))
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+    assert bodies[0]["choices"] == bodies[1]["choices"]
+    assert bodies[0]["choices"][1]["logprobs"]["tokens"] == ["a", "b", "c"]
 
 
 async def test_a_slow_reader_gets_merged_events() -> None:

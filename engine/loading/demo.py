@@ -41,12 +41,23 @@ def ensure_demo_model(cache_dir: Path, progress: Progress) -> Path:
     """
     models = cache_dir / "models"
     target = models / NAME
-    if target.is_dir():
-        return target
+    if not target.is_dir():
+        try:
+            _make_ready(target, progress)
+        except OSError as error:
+            raise ModelError(
+                f"The demo model could not be put into {models}: {error.strerror or error}. "
+                f"Name another folder with --cache-dir. {_REMEDY}"
+            ) from error
+    return target
+
+
+def _make_ready(target: Path, progress: Progress) -> None:
+    models = target.parent
     models.mkdir(parents=True, exist_ok=True)
     with _locked(models / f".{NAME}.lock", progress):
         if target.is_dir():
-            return target
+            return
         for stale in models.glob(f".{NAME}.*.partial"):
             shutil.rmtree(stale)
         work = Path(tempfile.mkdtemp(prefix=f".{NAME}.", suffix=".partial", dir=models))
@@ -55,7 +66,6 @@ def ensure_demo_model(cache_dir: Path, progress: Progress) -> Path:
             (work / NAME).rename(target)
         finally:
             shutil.rmtree(work)
-    return target
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -62,6 +63,26 @@ def test_made_once(package: Path, tmp_path: Path) -> None:
 def test_other_content_is_refused(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_GGUF_SHA256", "0" * 64)
     with pytest.raises(ModelError, match=r"instead of 0{64}; not used.*sluicegate serve DIR"):
+        ensure_demo_model(tmp_path / "cache", ignore)
+    assert cached(tmp_path / "cache") == [f".{NAME}.lock"]
+
+
+def test_a_cache_that_takes_no_files_is_named(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError) as caught:
+        ensure_demo_model(tmp_path / "file", ignore)
+    assert str(caught.value) == (
+        f"The demo model could not be put into {tmp_path}/file/models: Not a directory. "
+        "Name another folder with --cache-dir. To serve a model that you have: sluicegate serve DIR"
+    )
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(gguf: Path, folder: Path, progress: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(demo, "_convert", full)
+    with pytest.raises(ModelError, match="No space left on device"):
         ensure_demo_model(tmp_path / "cache", ignore)
     assert cached(tmp_path / "cache") == [f".{NAME}.lock"]
 

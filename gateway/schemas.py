@@ -244,7 +244,10 @@ def _only(*values: object) -> Callable[[object, Mapping[str, object]], bool]:
 
 REFUSED: dict[str, Refused] = {
     "audio": Refused(_only(), "answers are text"),
-    "best_of": Refused(lambda value, body: value == (body.get("n") or 1), "it must be equal to n"),
+    # The type first: two values of a client may be nested too deeply to be compared.
+    "best_of": Refused(
+        lambda value, body: type(value) is int and value == (body.get("n") or 1), "it must be equal to n"
+    ),
     "function_call": Refused(_only("none"), "use tools"),
     "functions": Refused(_only([]), "use tools"),
     "guided_json": Refused(_only(), "structured output is not offered"),

@@ -101,8 +101,8 @@ def _odd_bytes(path: str, rng: random.Random) -> bytes:
 def _deep(path: str, rng: random.Random) -> bytes:
     depth = rng.choice((100, 900, 1020, 1024, 2000, 100_000))
     value = rng.choice((b"[" * depth + b"]" * depth, b'{"a":' * depth + b"1" + b"}" * depth, b"[" * depth))
-    name = rng.choice((*_FIELDS[path], *_OTHER_FIELDS[:-2]))
-    return _text({**_valid(path, rng), name: "@"}).replace(b'"@"', value, 1)
+    names = rng.sample((*_FIELDS[path], *_OTHER_FIELDS[:-2]), rng.choice((1, 2, 50)))
+    return _text(_valid(path, rng) | dict.fromkeys(names, "@")).replace(b'"@"', value)
 
 
 def _big(path: str, rng: random.Random) -> bytes:

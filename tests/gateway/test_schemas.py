@@ -21,6 +21,8 @@ from gateway.schemas import (
 from protocol.sampling import FIELD_NAMES
 
 USER = {"role": "user", "content": "hi"}
+#: As deep as JSON may be: deeper than Python compares.
+DEEP = parse_json(b'{"deep": ' + b"[" * 1020 + b"]" * 1020 + b"}")["deep"]
 
 
 def chat(**fields: object) -> ChatRequest:
@@ -180,6 +182,7 @@ BAD_SHARED: list[tuple[dict[str, object], str, str]] = [
     ({"store": True}, "store", "True is not supported: nothing is stored"),
     ({"store": 0}, "store", "0 is not supported"),
     ({"best_of": 3, "n": 2}, "best_of", "must be equal to n"),
+    ({"best_of": DEEP, "n": DEEP}, "best_of", "[[[[[...]]]]] is not supported"),
     ({"use_beam_search": True}, "use_beam_search", "no beam search"),
     ({"suffix": "x"}, "suffix", "cannot be inserted"),
     ({"audio": {}}, "audio", "answers are text"),

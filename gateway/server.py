@@ -18,6 +18,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from gateway.resume import Dispatcher
+from gateway.writes import batching_protocol
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http="httptools",
+                http=batching_protocol(),
                 ws="none",
                 lifespan="on",
                 log_config=None,

@@ -38,13 +38,13 @@ class EventStream(EventSourceResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(ClientLeft):
-                await unless_left(receive, self._stream(send))
+                await unless_left(receive, self._stream(send, scope["state"]["send"]))
         finally:
             self._on_end()
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, send: Send, send_piece: Send) -> None:
         def write(events: bytes) -> Awaitable[None]:
-            return send({"type": "http.response.body", "body": events, "more_body": True})
+            return send_piece({"type": "http.response.body", "body": events, "more_body": True})
 
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         keeping_alive = asyncio.create_task(_keep_alive(write), name="keep-alive")

@@ -1,0 +1,96 @@
+"""Writes wait for the end of the turn, in order, and none is lost by a close."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import uvloop
+
+from gateway.writes import Turn, TurnTransport
+
+
+class Wire(asyncio.Transport):
+    """The transport below; all of one test write to the same log."""
+
+    def __init__(self, name: str, log: list[tuple[str, bytes]]) -> None:
+        super().__init__()
+        self._name, self._log = name, log
+        self.closing = False
+
+    def write(self, data: Any) -> None:
+        assert not self.closing
+        self._log.append((self._name, bytes(data)))
+
+    def close(self) -> None:
+        self.closing = True
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+
+def wires(count: int) -> tuple[list[tuple[str, bytes]], list[Wire], list[TurnTransport]]:
+    log: list[tuple[str, bytes]] = []
+    below = [Wire(str(number), log) for number in range(count)]
+    turn, loop = Turn(), asyncio.get_running_loop()
+    return log, below, [TurnTransport(wire, turn, loop) for wire in below]
+
+
+async def test_writes_go_out_at_the_end_of_the_turn_joined_by_connection() -> None:
+    log, _, (one, other) = wires(2)
+    one.write(b"a")
+    other.write(b"x")
+    one.write(bytearray(b"b"))
+    assert log == []
+    await asyncio.sleep(0)
+    assert log == [("0", b"ab"), ("1", b"x")]
+    one.write(b"c")
+    await asyncio.sleep(0)
+    assert log[2:] == [("0", b"c")]
+
+
+async def test_a_close_writes_first_and_a_lost_connection_drops_what_is_unsent() -> None:
+    log, below, (closed, lost) = wires(2)
+    closed.write(b"last")
+    lost.write(b"nobody reads")
+    closed.close()
+    assert (log, below[0].closing) == ([("0", b"last")], True)
+    below[1].closing = True
+    await asyncio.sleep(0)
+    assert log == [("0", b"last")]
+
+
+async def test_other_callbacks_get_their_turn_between_many_writes() -> None:
+    log, _, transports = wires(600)
+    for transport in transports:
+        transport.write(b"x")
+    seen = []
+    while len(log) < 600:
+        await asyncio.sleep(0)
+        seen.append(len(log))
+    assert seen == [256, 512, 600]
+
+
+def test_connections_of_the_event_loop_send_small_writes_at_once() -> None:
+    """Without TCP_NODELAY the second small write of an answer waits for an acknowledgement, some 40 ms."""
+
+    async def is_set() -> bool:
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[bool] = loop.create_future()
+
+        class Accepted(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                accepted = transport.get_extra_info("socket")
+                found.set_result(bool(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+                transport.close()
+
+        server = await loop.create_server(Accepted, "127.0.0.1", 0)
+        async with server:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            answer = await found
+            writer.close()
+            await writer.wait_closed()
+        return answer
+
+    assert uvloop.run(is_set())

@@ -101,11 +101,10 @@ def test_i2_without_another_engine_a_stream_ends_with_an_error_after_the_resume_
     assert api.answer(PATH, BODY).usage is not None
 
 
-def test_i3_while_weights_load(start_engine: StartEngine, start_gateway: StartGateway) -> None:
-    engine = start_engine("--backend=fake", "--fake-load-s=6")
-    gateway = start_gateway(engine.address)
+def test_i3_while_weights_load(start_engine: StartEngine, start_gateway: StartGateway, ipc_address: str) -> None:
+    gateway = start_gateway(ipc_address)
     gateway.wait_for_output("gateway_listening")
-    engine.wait_for_output("engine_listening")
+    start_engine("--backend=fake", "--fake-load-s=4", address=ipc_address).wait_for_output("engine_listening")
     api = Api(gateway.url)
     assert gateway.get("/health")[0] == 200
     assert gateway.get("/ready")[0] == 503

@@ -139,7 +139,8 @@ class Router:
         names = ", ".join(s.model for s in self.models())
         loading = any(link.state is LinkState.LOADING for link in self._links)
         if model in self._known_models or loading or not names:
-            raise Unavailable(f"no engine serves the model {model!r} at the moment.")
+            what = f"the model {model!r}" if model else "a model"
+            raise Unavailable(f"no engine serves {what} at the moment.")
         raise ModelNotFound(f"the model {model!r} does not exist; this server has {names}.")
 
     def _offers(self) -> Iterator[Offer]:

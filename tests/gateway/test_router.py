@@ -41,6 +41,8 @@ async def test_models_and_what_is_said_of_those_that_are_not_there(short_dir: Pa
         router = gateway.router
         with pytest.raises(Unavailable, match="no engine serves the model 'a'"):
             router.serving("a")
+        with pytest.raises(Unavailable, match="no engine serves a model"):
+            router.serving("")  # a request need not name one
         assert not router.ready
         assert router.models() == []
         one = ScriptedEngine(addresses[0], replace(SERVING, model="b"))

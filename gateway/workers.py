@@ -34,7 +34,7 @@ def run(config: GatewayConfig, parent: Parent) -> int:
     with listen(config.host, config.port, reuse_port=False) as probe:
         port = int(probe.getsockname()[1])
     with tempfile.TemporaryDirectory(prefix="sluicegate-metrics-") as folder:
-        config = config.model_copy(update={"port": port, "workers_dir": folder})
+        config = config.model_copy(update={"port": port, "workers_dir": folder, "parent_pipe": None})
         try:
             asyncio.run(_supervise(config, folder, parent))
         except ChildFailed as error:

@@ -7,6 +7,7 @@
       ModelNotFound             404  code model_not_found
       NotFound                  404  a path or method that does not exist
       BodyTooLarge              413
+      HeadTooLarge              431
       ClientLeft                499  nobody reads it; for the access log
       Overloaded                429  rate_limit_error, Retry-After
       EngineFailed              500  server_error
@@ -67,6 +68,10 @@ class BodyTooLarge(GatewayError):
     """The body is over the limit, and was not parsed."""
 
 
+class HeadTooLarge(GatewayError):
+    """The request line and headers are over the limit."""
+
+
 class ClientLeft(GatewayError):
     """The client closed the connection before the answer began."""
 
@@ -105,6 +110,7 @@ ANSWERS: dict[type[GatewayError], Answer] = {
     ModelNotFound: Answer(404, "invalid_request_error", "model_not_found"),
     NotFound: Answer(404, "invalid_request_error"),
     BodyTooLarge: Answer(413, "invalid_request_error", "body_too_large"),
+    HeadTooLarge: Answer(431, "invalid_request_error", "head_too_large"),
     ClientLeft: Answer(499, "invalid_request_error", "client_left"),
     Overloaded: Answer(429, "rate_limit_error", "overloaded", 1),
     EngineFailed: Answer(500, "server_error", "engine_failed"),

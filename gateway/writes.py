@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from gateway.heads import BoundedHeadProtocol
 
 #: Writes in one go, some 10 µs each, before other callbacks of the event loop get their turn.
 _MOST = 256
@@ -82,11 +82,11 @@ class TurnTransport(asyncio.Transport):
         self._transport.set_protocol(protocol)
 
 
-def batching_protocol() -> type[HttpToolsProtocol]:
-    """uvicorn's protocol for the connections of one server."""
+def batching_protocol() -> type[BoundedHeadProtocol]:
+    """The protocol for the connections of one server."""
     turn = Turn()
 
-    class BatchingProtocol(HttpToolsProtocol):
+    class BatchingProtocol(BoundedHeadProtocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(TurnTransport(transport, turn, self.loop))
 

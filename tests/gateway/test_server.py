@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import os
@@ -237,6 +238,23 @@ def test_two_engines_serve_two_models(start_engine: StartEngine, start_gateway: 
         status, body = server.post("/v1/completions", {"model": name, "prompt": "a"})
         assert (status, json.loads(body)["model"]) == (200, name)
     assert server.post("/v1/completions", {"prompt": "a"})[0] == 400
+
+
+def test_a_head_without_end_is_refused(gateway: Server) -> None:
+    sent = 0
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+        for _ in range(2):  # the bound is on each request of a connection, not on all together
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-More: " + b"a" * 40_000 + b"\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        with contextlib.suppress(ConnectionError):
+            while sent < 64 * 2**20:
+                connection.sendall(b"X-More: " + b"a" * 16_000 + b"\r\n")
+                sent += 16_010
+        answer = connection.recv(4096)
+    assert sent < 32 * 2**20
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "head_too_large"
 
 
 def test_workers_share_the_port_and_add_up_their_metrics(

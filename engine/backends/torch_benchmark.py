@@ -1,4 +1,4 @@
-"""Times of a model's steps on a GPU: `python -m engine.device.benchmark llama8b`, one JSON object.
+"""Times of a model's steps on a GPU: `python -m engine.backends.torch_benchmark llama8b`, one JSON object.
 
 Steps go through TorchRunner as the engine's loop drives it: planned on the host, two in flight, ids
 read one step late. A step's time is the wall time of many divided by their number.
@@ -131,7 +131,7 @@ class Bench:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m engine.device.benchmark", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m engine.backends.torch_benchmark", description=__doc__)
     parser.add_argument("shape", choices=SHAPES, help="the model's shape; its weights are random")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--context", type=int, default=1024)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kernels.kv_cache import kv_cache_shapes as kv_cache_shapes
     from kernels.kv_cache import write_kv as write_kv
     from kernels.matmul import PackedLinear as PackedLinear
+    from kernels.matmul import add_linear as add_linear
     from kernels.matmul import gated_linear as gated_linear
     from kernels.matmul import linear as linear
     from kernels.matmul import pack_linear as pack_linear
@@ -58,6 +59,7 @@ _HOMES = {
     "PackedLinear": "matmul",
     "TileSchedule": "attention",
     "TokenLogprobs": "sampling",
+    "add_linear": "matmul",
     "embed_ahead": "gpu.embedding",
     "empty_kv_cache": "kv_cache",
     "gated_linear": "matmul",

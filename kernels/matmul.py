@@ -110,6 +110,21 @@ def gated_linear(x: Tensor, packed: PackedLinear, bias: Tensor | None = None) ->
     return silu_and_mul(linear(x, packed, bias))
 
 
+def add_linear(x: Tensor, packed: PackedLinear, bias: Tensor | None, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+    """`linear`, to be added to `residual` [M, N]: (product, residual), or (None, their sum) where adding is free.
+
+    `rms_norm` takes either and gives the same bits: the product is rounded before it is added.
+    """
+    if x.is_cuda:
+        from kernels.gpu.matmul import add_linear as on_gpu
+
+        assert x.dtype == packed.dtype
+        total = on_gpu(x, packed.data, bias, residual)
+        if total is not None:
+            return None, total
+    return linear(x, packed, bias), residual
+
+
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """float32 [M, N]. The product is called with 8 rows each time, the last ones padded.
 

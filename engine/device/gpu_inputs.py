@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from engine.device.graphs import chunk_layouts, decode_layouts
 from engine.device.staging import Columns, Ints, Layout, Staging
 from engine.layers.attention import ForwardBatch
 from engine.plan import PlanEntry, StepPlan
@@ -37,15 +38,16 @@ class GpuLimits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A step on its way. `decode_rows` > 0: every entry samples from one token, so a graph of that many rows fits."""
+    """A step on its way, in the layout of a graph (`in_graph`) or in one of its own. `slots` and `places`
+    [num_sampled] are those of the tokens to sample.
+    """
 
     layout: Layout
-    num_sampled: int
+    in_graph: bool
     num_single: int
     longest: int
     slots: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
-    decode_rows: int
 
 
 class GpuInputs:
@@ -61,16 +63,18 @@ class GpuInputs:
     ) -> None:
         self._limits = limits
         self._fill_rows = fill_rows
-        most_tiles = limits.max_num_tokens // limits.query_tile + limits.max_num_seqs
         rows = limits.max_num_seqs
+        most_tiles = limits.max_num_tokens // limits.query_tile + rows
+        self.decode_layouts = decode_layouts(rows)
+        self.chunk_layouts = chunk_layouts(rows, limits.max_num_tokens, limits.query_tile)
         self._staging = Staging(Layout(max(limits.max_num_tokens, rows), rows, most_tiles), depth=depth, device=device)
         self._tables = torch.zeros(limits.max_num_seqs, limits.max_blocks, dtype=torch.int32, device=device)
         self._num_blocks = [0] * limits.max_num_seqs
         self._arrivals = torch.zeros(limits.max_num_seqs * limits.num_kv_heads, dtype=torch.int32, device=device)
         self.last_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
 
-    def prepare(self, plan: StepPlan, round_up: Callable[[int], int]) -> Prepared:
-        """Send the plan's numbers. `round_up` answers the rows of the graph for a number of decodes, 0 without one."""
+    def prepare(self, plan: StepPlan) -> Prepared:
+        """Send the plan's numbers."""
         for state in plan.entered:
             self._num_blocks[state.slot] = 0
         entries = plan.entries
@@ -79,51 +83,66 @@ class GpuInputs:
         counts = np.fromiter((entry.count for entry in entries), np.int64, len(entries))
         starts = np.fromiter((entry.start for entry in entries), np.int64, len(entries))
         sampled = np.fromiter((entry.sample for entry in entries), np.bool_, len(entries))
-        decode_rows = round_up(len(entries)) if bool((counts == 1).all() and sampled.all()) else 0
         several = counts > 1
         num_single = int(several.argmax()) if several.any() else len(entries)
         ends = np.cumsum(counts)
-        tiles = _tiles(ends - counts, counts, num_single, self._limits.query_tile)
-        num_tokens = int(ends[-1])
-        layout = Layout(decode_rows or num_tokens, decode_rows or int(sampled.sum()), len(tiles))
+        num_tokens, num_sampled = int(ends[-1]), int(sampled.sum())
+        layout = self._decode_layout(num_tokens) if num_sampled == num_tokens else None
+        tiles = np.empty((0, 2), np.int64)
+        if layout is None:
+            tiles = _tiles(ends - counts, counts, 0, self._limits.query_tile)
+            layout = self._chunk_layout(num_tokens, num_sampled, len(tiles))
+        in_graph = layout is not None
+        if layout is None:
+            tiles = _tiles(ends - counts, counts, num_single, self._limits.query_tile)
+            layout = Layout(num_tokens, num_sampled, len(tiles))
         columns = self._staging.host(layout)
         columns.ids[:num_tokens] = _token_ids(entries)
         columns.positions[:num_tokens] = np.arange(num_tokens) + np.repeat(starts - (ends - counts), counts)
         columns.seq_index[:num_tokens] = np.repeat(slots, counts)
-        columns.tiles[:] = tiles.ravel()
-        rows = slots[sampled]
-        columns.index[: len(rows)] = ends[sampled] - 1
-        columns.places[: len(rows)] = places = (starts + counts)[sampled]
-        columns.slots[: len(rows)] = rows
+        columns.tiles[: tiles.size] = tiles.ravel()
+        rows, places = slots[sampled], (starts + counts)[sampled]
+        columns.index[:num_sampled] = ends[sampled] - 1
+        columns.places[:num_sampled] = places
+        columns.slots[:num_sampled] = rows
         self._fill_rows(columns, rows)
-        if decode_rows:
-            columns.ids[num_tokens:] = 0
-            columns.positions[num_tokens:] = -1
-            columns.seq_index[num_tokens:] = 0
-            columns.slots[num_tokens:] = -1
-            columns.temperature[num_tokens:] = 0
+        if in_graph:
+            _pad(columns, num_tokens, num_sampled, tiles.size)
         self._staging.send(layout)
         longest = int((starts + counts)[:num_single].max(initial=1))
-        return Prepared(layout, len(rows), num_single, longest, rows, places, decode_rows)
+        return Prepared(layout, in_graph, num_single, longest, rows, places)
 
     def batch(self, prepared: Prepared) -> tuple[ForwardBatch, Columns[Tensor]]:
         """The tensors of a step that runs without a graph."""
         columns = self._staging.device(prepared.layout)
-        tiles = columns.tiles.view(-1, 2)
-        attention = self._attention(columns, prepared.num_single, prepared.longest, tiles)
-        sampled = columns.index
-        return ForwardBatch(columns.ids, None, attention, sampled, self.last_ids), columns
+        attention = self._attention(columns, prepared.num_single, prepared.longest)
+        return ForwardBatch(columns.ids, None, attention, columns.index, self.last_ids), columns
 
-    def graph_batch(self, num_rows: int) -> tuple[ForwardBatch, Columns[Tensor]]:
-        """The tensors that every decode of `num_rows` rows, padding included, reads."""
-        columns = self._staging.device(Layout(num_rows, num_rows, 0))
+    def graph_batch(self, layout: Layout) -> tuple[ForwardBatch, Columns[Tensor]]:
+        """The tensors that every step in a graph's layout reads."""
+        columns = self._staging.device(layout)
+        decodes = layout.num_tiles == 0
         longest = self._limits.max_blocks * self._limits.block_size
-        attention = self._attention(columns, num_rows, longest, columns.tiles.view(-1, 2))
-        return ForwardBatch(columns.ids, None, attention, None, self.last_ids), columns
+        attention = self._attention(columns, layout.num_tokens if decodes else 0, longest)
+        return ForwardBatch(columns.ids, None, attention, None if decodes else columns.index, self.last_ids), columns
 
-    def _attention(
-        self, columns: Columns[Tensor], num_single: int, longest: int, tiles: Tensor
-    ) -> kernels.AttentionBatch:
+    def _decode_layout(self, num_tokens: int) -> Layout | None:
+        return next((layout for layout in self.decode_layouts if layout.num_tokens >= num_tokens), None)
+
+    def _chunk_layout(self, num_tokens: int, num_sampled: int, num_tiles: int) -> Layout | None:
+        return next(
+            (
+                layout
+                for layout in self.chunk_layouts
+                if layout.num_tokens >= num_tokens
+                and layout.num_sampled >= num_sampled
+                and layout.num_tiles >= num_tiles
+            ),
+            None,
+        )
+
+    def _attention(self, columns: Columns[Tensor], num_single: int, longest: int) -> kernels.AttentionBatch:
+        tiles = columns.tiles.view(-1, 2)
         schedule = kernels.TileSchedule(num_single, tiles, -(-longest // _SPLIT), self._arrivals)
         return kernels.AttentionBatch(self._tables, columns.seq_index, columns.positions, schedule)
 
@@ -138,9 +157,20 @@ class GpuInputs:
                 cells.extend(range(begin, begin + len(entry.new_blocks)))
                 blocks.extend(entry.new_blocks)
         if cells:
-            sent = torch.tensor([cells, blocks], dtype=torch.int64, pin_memory=True)
+            sent = torch.tensor([cells, blocks], dtype=torch.int64, pin_memory=self._tables.is_cuda)
             sent = sent.to(self._tables.device, non_blocking=True)
             self._tables.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
+
+
+def _pad(columns: Columns[Ints], num_tokens: int, num_sampled: int, num_tiles: int) -> None:
+    """What the rows of a graph that a step does not need hold: tokens, slots and tiles that nothing is done for."""
+    columns.ids[num_tokens:] = 0
+    columns.positions[num_tokens:] = -1
+    columns.seq_index[num_tokens:] = 0
+    columns.index[num_sampled:] = 0
+    columns.slots[num_sampled:] = -1
+    columns.temperature[num_sampled:] = 0
+    columns.tiles[num_tiles:] = 0
 
 
 def _token_ids(entries: tuple[PlanEntry, ...]) -> Ints:

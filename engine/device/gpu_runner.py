@@ -18,8 +18,9 @@ from torch import Tensor
 import kernels
 from engine.device.gpu_inputs import GpuInputs, GpuLimits, Prepared
 from engine.device.gpu_sampler import GpuSampler, RowLogprobs
-from engine.device.graphs import DecodeGraphs
+from engine.device.graphs import capture
 from engine.device.kv import KVLayout
+from engine.device.staging import Layout
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
 from engine.plan import StepPlan, StepResult
@@ -39,7 +40,6 @@ class GpuSettings:
     max_num_tokens: int
     context_length: int
     device: torch.device
-    use_graphs: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,9 +71,8 @@ class GpuRunner:
         )
         self._inputs = GpuInputs(limits, depth=MAX_IN_FLIGHT, device=settings.device, fill_rows=self._sampler.fill_rows)
         self._launched: deque[_InFlight] = deque()
-        self._graphs: DecodeGraphs | None = None
-        if settings.use_graphs:
-            self._graphs = DecodeGraphs(settings.max_num_seqs, self._forward_rows, self._sample_rows)
+        layouts = [*self._inputs.decode_layouts, *self._inputs.chunk_layouts]
+        self._graphs = capture(layouts, self._forward, self._pick)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
@@ -81,12 +80,13 @@ class GpuRunner:
         assert len(self._launched) < MAX_IN_FLIGHT
         for state in plan.entered:
             self._sampler.enter(state)
-        prepared = self._inputs.prepare(plan, self._round_up)
+        prepared = self._inputs.prepare(plan)
         ids, logprobs = self._run(prepared)
-        kept = ids[: prepared.num_sampled].to("cpu", non_blocking=True)
+        num_sampled = len(prepared.slots)
+        kept = ids[:num_sampled].to("cpu", non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        self._launched.append(_InFlight(plan.step, prepared.num_sampled, kept, logprobs, done))
+        self._launched.append(_InFlight(plan.step, num_sampled, kept, logprobs, done))
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step."""
@@ -100,33 +100,29 @@ class GpuRunner:
         return StepResult(flight.step, column, _columns(flight.logprobs, flight.num_sampled), failed)
 
     def _run(self, prepared: Prepared) -> tuple[Tensor, RowLogprobs | None]:
-        if prepared.decode_rows:
-            assert self._graphs is not None
-            graph = self._graphs[prepared.decode_rows]
+        if prepared.in_graph:
+            graph = self._graphs[prepared.layout]
             graph.forward.replay()
             if self._sampler.is_plain(prepared.slots, prepared.places):
                 graph.sampler.replay()
                 return graph.ids, None
             logits = graph.logits
-            _, columns = self._inputs.graph_batch(prepared.decode_rows)
+            _, columns = self._inputs.graph_batch(prepared.layout)
         else:
             batch, columns = self._inputs.batch(prepared)
             hidden = self._model.hidden(batch, self._caches)
-            if prepared.num_sampled == 0:
+            if not len(prepared.slots):
                 return torch.empty(0, dtype=torch.int32, device=hidden.device), None
             logits = self._model.logits(hidden)
         ids, logprobs = self._sampler.sample(logits, columns, self._inputs.last_ids, prepared.slots, prepared.places)
         return ids, None if logprobs is None else _to_host(logprobs)
 
-    def _round_up(self, rows: int) -> int:
-        return 0 if self._graphs is None else self._graphs.round_up(rows)
-
-    def _forward_rows(self, rows: int) -> Tensor:
-        batch, _ = self._inputs.graph_batch(rows)
+    def _forward(self, layout: Layout) -> Tensor:
+        batch, _ = self._inputs.graph_batch(layout)
         return self._model.logits(self._model.hidden(batch, self._caches))
 
-    def _sample_rows(self, rows: int, logits: Tensor) -> Tensor:
-        _, columns = self._inputs.graph_batch(rows)
+    def _pick(self, layout: Layout, logits: Tensor) -> Tensor:
+        _, columns = self._inputs.graph_batch(layout)
         return self._sampler.pick(logits, columns, self._inputs.last_ids)
 
 

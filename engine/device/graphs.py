@@ -1,22 +1,23 @@
-"""CUDA graphs of decode steps: forward and sampler apart, for a ladder of row counts."""
+"""CUDA graphs of steps: forward and sampler apart, for a number of layouts."""
 
 from __future__ import annotations
 
 import gc
-from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engine.device.staging import Layout
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecodeGraph:
+class StepGraph:
     """Two graphs to be replayed in turn, and where their results lie until the next replay of any.
 
     They are apart so that logits can be changed, or a mask arrive, in between. `logits` float32
-    [rows, vocab_size], `ids` int32 [rows].
+    [num_sampled, vocab_size], `ids` int32 [num_sampled].
     """
 
     forward: torch.cuda.CUDAGraph
@@ -25,43 +26,40 @@ class DecodeGraph:
     ids: Tensor
 
 
-def ladder(most: int) -> list[int]:
-    """Row counts to capture: every power of two, steps of 8 up to 64, of 32 up to 256, of 64 beyond; `most` last."""
-    sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, most, 64)}
-    return sorted({size for size in sizes if size < most} | {most})
+def decode_layouts(max_num_seqs: int) -> list[Layout]:
+    """Steps of single tokens, all sampled: powers of two, steps of 8 up to 64, of 32 up to 256, of 64 beyond."""
+    sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, max_num_seqs, 64)}
+    return [Layout(size, size, 0) for size in sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})]
 
 
-class DecodeGraphs:
-    """Graphs by row count, captured largest first so that the smaller ones fit in its memory."""
+def chunk_layouts(max_num_seqs: int, max_num_tokens: int, query_tile: int) -> list[Layout]:
+    """Steps with short chunks, whose hundreds of launches would take the host longer than the device."""
+    rows = min(64, max_num_seqs)
+    return [Layout(size, rows, size // query_tile + rows) for size in (64, 128, 256, 512) if size <= max_num_tokens]
 
-    def __init__(
-        self,
-        most_rows: int,
-        forward: Callable[[int], Tensor],
-        sample: Callable[[int, Tensor], Tensor],
-    ) -> None:
-        """`forward(rows)` answers logits, `sample(rows, logits)` ids; both are run once before they are captured."""
-        self._sizes = ladder(most_rows)
-        self._graphs: dict[int, DecodeGraph] = {}
-        pool = torch.cuda.graph_pool_handle()
-        gc.collect()
-        for rows in reversed(self._sizes):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                sample(rows, forward(rows))  # compiles what is not compiled, and warms up the libraries
-            torch.cuda.current_stream().wait_stream(stream)
-            first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(first, pool=pool):
-                logits = forward(rows)
-            with torch.cuda.graph(second, pool=pool):
-                ids = sample(rows, logits)
-            self._graphs[rows] = DecodeGraph(first, second, logits, ids)
 
-    def round_up(self, rows: int) -> int:
-        """Rows of the smallest graph for `rows` decodes, 0 when there is none."""
-        place = bisect_left(self._sizes, rows)
-        return self._sizes[place] if place < len(self._sizes) else 0
+def capture(
+    layouts: Sequence[Layout],
+    forward: Callable[[Layout], Tensor],
+    sample: Callable[[Layout, Tensor], Tensor],
+) -> dict[Layout, StepGraph]:
+    """`forward(layout)` answers logits, `sample(layout, logits)` ids; both are run once before they are captured.
 
-    def __getitem__(self, rows: int) -> DecodeGraph:
-        return self._graphs[rows]
+    The last layout is captured first, so that the smaller ones find room in its memory.
+    """
+    graphs: dict[Layout, StepGraph] = {}
+    pool = torch.cuda.graph_pool_handle()
+    gc.collect()
+    for layout in reversed(layouts):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            sample(layout, forward(layout))  # compiles what is not compiled, and warms up the libraries
+        torch.cuda.current_stream().wait_stream(stream)
+        first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(first, pool=pool):
+            logits = forward(layout)
+        with torch.cuda.graph(second, pool=pool):
+            ids = sample(layout, logits)
+        graphs[layout] = StepGraph(first, second, logits, ids)
+    return graphs

@@ -66,7 +66,8 @@ class Staging:
 
     def __init__(self, capacity: Layout, *, depth: int, device: torch.device) -> None:
         size = capacity.offsets()[1]
-        self._pinned = [torch.zeros(size, dtype=torch.int32).pin_memory() for _ in range(depth)]
+        pin = device.type == "cuda"  # a CPU stands in for a GPU in tests
+        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pin) for _ in range(depth)]
         self._arrays: list[Ints] = [buffer.numpy() for buffer in self._pinned]
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._turn = 0

@@ -26,6 +26,10 @@ class Linear:
         """x [M, columns] → [M, rows of all parts]."""
         return self._weight.product(x, self._bias)
 
+    def added(self, x: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The layer's output and the residual it is still to be added to, or None and their sum."""
+        return self._weight.added_product(x, self._bias, residual)
+
     def gated(self, x: Tensor) -> Tensor:
         """silu of the first part times the second: x [M, columns] → [M, rows of one part]."""
         return self._weight.gated_product(x, self._bias)

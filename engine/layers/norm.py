@@ -12,6 +12,9 @@ class RMSNorm:
         self._weight = weight  # [hidden_size]
         self._eps = eps
 
-    def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x [M, hidden_size] (+ residual) → (normed, x + residual)."""
+    def __call__(self, x: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [M, hidden_size] (+ residual) → (normed, x + residual). Without x the residual is the sum already."""
+        if x is None:
+            assert residual is not None
+            x, residual = residual, None
         return kernels.rms_norm(x, self._weight, self._eps, residual)

@@ -52,13 +52,13 @@ class DecoderLayer:
         self._down = linear(spec.mlp_bias, (names.down, hidden, inner))
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, cache: LayerCache
-    ) -> tuple[Tensor, Tensor]:
-        """The layer's output, not yet added to the residual it answers. Both [num_tokens, hidden_size]."""
-        x, residual = self._attention_norm(x, residual)
-        x = self._output(self._attention(self._qkv(x), batch, cache))
-        x, residual = self._mlp_norm(x, residual)
-        return self._down(self._gate_up.gated(x)), residual
+        self, x: Tensor | None, residual: Tensor | None, batch: ForwardBatch, cache: LayerCache
+    ) -> tuple[Tensor | None, Tensor]:
+        """(output, residual) [num_tokens, hidden_size], the output None where it is added already."""
+        normed, residual = self._attention_norm(x, residual)
+        x, residual = self._output.added(self._attention(self._qkv(normed), batch, cache), residual)
+        normed, residual = self._mlp_norm(x, residual)
+        return self._down.added(self._gate_up.gated(normed), residual)
 
 
 class Decoder:
@@ -94,14 +94,15 @@ class Decoder:
 
     def hidden(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Tensor:
         """Final hidden states of the sampled rows: [num_sampled, hidden_size]. Fills the caches."""
-        x, residual = self._embedding(batch.ids, batch.last_ids), None
+        x: Tensor | None = self._embedding(batch.ids, batch.last_ids)
+        residual: Tensor | None = None
         for layer, cache in zip(self._layers, caches, strict=True):
             x, residual = layer(x, residual, batch, cache)
         assert residual is not None, "a model has at least one layer"
         if batch.sampled is not None:
-            x, residual = x.index_select(0, batch.sampled), residual.index_select(0, batch.sampled)
-        x, _ = self._final_norm(x, residual)
-        return x
+            residual = residual.index_select(0, batch.sampled)
+            x = None if x is None else x.index_select(0, batch.sampled)
+        return self._final_norm(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[B, hidden_size] → float32 [B, vocab_size]."""

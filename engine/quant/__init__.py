@@ -33,6 +33,10 @@ class LinearWeight(Protocol):
         """x [M, columns] → [M, rows of all parts] in x.dtype."""
         ...
 
+    def added_product(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The product and the residual that it is still to be added to, or None and their sum."""
+        ...
+
     def gated_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """silu of the first half of the product times the second: [M, half the rows] in x.dtype."""
         ...

@@ -20,6 +20,9 @@ class UnquantizedWeight:
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return kernels.linear(x, self.packed, bias)
 
+    def added_product(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+        return kernels.add_linear(x, self.packed, bias, residual)
+
     def gated_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return kernels.gated_linear(x, self.packed, bias)
 

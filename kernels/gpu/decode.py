@@ -75,9 +75,9 @@ def walk_splits(
     # One flat loop, so that the loads of a split's first tile are under way before the last one ends.
     for i in range(first_split * TILES_PER_SPLIT, num_tiles):
         n = i * TILE + tl.arange(0, TILE)
-        k, v = key_tile(k_cache_ptr, v_cache_ptr, table_ptr, n, length, kv_head, HKV, D, BLOCK_D, BLOCK_SIZE)
+        k, v = key_tile(k_cache_ptr, v_cache_ptr, table_ptr, n, length, kv_head, HKV, D, BLOCK_D, BLOCK_SIZE, False)
         seen = seen_by(n, length, WINDOW)
-        top, total, out = add_tile(q, k, v, seen, top, total, out, scale, cap, CAPPED, TILE)
+        top, total, out = add_tile(q, k, v, seen, top, total, out, scale, cap, True, CAPPED, TILE)
         if (i % TILES_PER_SPLIT == TILES_PER_SPLIT - 1) | (i == num_tiles - 1):
             all_top, all_total, all_out = merge(all_top, all_total, all_out, top, tl.max(total, 1), out, unit)
             top, total, out = nothing_seen(ROWS, BLOCK_D)
@@ -109,9 +109,9 @@ def one_split(
     top, total, out = nothing_seen(ROWS, BLOCK_D)
     for key in range(split, tl.minimum(split + SPLIT, length), TILE):
         n = key + tl.arange(0, TILE)
-        k, v = key_tile(k_cache_ptr, v_cache_ptr, table_ptr, n, length, kv_head, HKV, D, BLOCK_D, BLOCK_SIZE)
+        k, v = key_tile(k_cache_ptr, v_cache_ptr, table_ptr, n, length, kv_head, HKV, D, BLOCK_D, BLOCK_SIZE, False)
         seen = seen_by(n, length, WINDOW)
-        top, total, out = add_tile(q, k, v, seen, top, total, out, scale, cap, CAPPED, TILE)
+        top, total, out = add_tile(q, k, v, seen, top, total, out, scale, cap, True, CAPPED, TILE)
     return top, tl.max(total, 1), out
 
 

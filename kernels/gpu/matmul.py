@@ -55,6 +55,7 @@ def linear_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    residual_ptr,
     y_ptr,
     num_rows,
     x_stride,
@@ -65,12 +66,13 @@ def linear_kernel(
     BK: tl.constexpr,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
     SWAP: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = x Wᵀ + bias. GATED: rows n and n + NUM_OUT of the weight are gate and up of column n.
-    SWAP: weights are the left operand, whose 64 rows the tensor core wants (wgmma)."""
+    """y = x Wᵀ + bias. GATED: rows n and n + NUM_OUT of the weight are gate and up of column n. ADD: a residual
+    [num_rows, NUM_OUT] is added. SWAP: weights are the left operand, whose 64 rows the tensor core wants (wgmma)."""
     begin(PDL)
     EVEN_K: tl.constexpr = NUM_IN % BK == 0
     num_row_tiles = tl.cdiv(num_rows, BM)
@@ -106,11 +108,14 @@ def linear_kernel(
     T: tl.constexpr = y_ptr.dtype.element_ty
     y = silu_times(acc, acc_up, T) if GATED else acc.to(T)
     if SWAP:
-        y_ptrs = y_ptr + m.to(tl.int64)[None, :] * NUM_OUT + n[:, None]
-        tl.store(y_ptrs, y, mask=m_inside[None, :] & n_inside[:, None])
+        cells = m.to(tl.int64)[None, :] * NUM_OUT + n[:, None]
+        inside = m_inside[None, :] & n_inside[:, None]
     else:
-        y_ptrs = y_ptr + m.to(tl.int64)[:, None] * NUM_OUT + n[None, :]
-        tl.store(y_ptrs, y, mask=m_inside[:, None] & n_inside[None, :])
+        cells = m.to(tl.int64)[:, None] * NUM_OUT + n[None, :]
+        inside = m_inside[:, None] & n_inside[None, :]
+    if ADD:
+        y = (tl.load(residual_ptr + cells, mask=inside, other=0.0).to(tl.float32) + y.to(tl.float32)).to(T)
+    tl.store(y_ptr + cells, y, mask=inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +142,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     tile = choose_tile(x, weight, has_bias=bias is not None, gated=False, out_dtype=out_dtype)
     if tile is None:
         return torch.mm(x, weight.t(), out=y)
-    _launch(tile, x, weight, bias, y, gated=False)
+    _launch(tile, x, weight, bias, None, y, gated=False)
+    return y
+
+
+def add_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor | None:
+    """`residual` [M, N] + `linear`, the product rounded before the sum; None where the tiles are not the fastest."""
+    tile = choose_tile(x, weight, has_bias=bias is not None, gated=False, out_dtype=x.dtype)
+    if tile is None:
+        return None
+    y = torch.empty_like(residual)
+    if x.shape[0]:
+        _launch(tile, x, weight, bias, residual, y, gated=False)
     return y
 
 
@@ -151,7 +167,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return silu_and_mul(torch.mm(x, weight.t()))
     y = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     if x.shape[0]:
-        _launch(tile, x, weight, bias, y, gated=True)
+        _launch(tile, x, weight, bias, None, y, gated=True)
     return y
 
 
@@ -175,21 +191,27 @@ def choose_tile(x: Tensor, weight: Tensor, *, has_bias: bool, gated: bool, out_d
     if num_rows > 16:
         return Tile(32, 64, 128, 4, 4 if gated else 5, swap=True, prefetch=256)
     if gated:
-        # Three stages, not more, so that the next kernel's programs fit beside these.
-        return Tile(16, 64, 128, 4, 3, swap=True, prefetch=256)
+        # From some rows on three stages, so that the next kernel's programs fit beside these.
+        return Tile(16, 64, 128, 4, 4, swap=True) if num_rows <= 4 else Tile(16, 64, 128, 4, 3, swap=True, prefetch=256)
     if out_dtype != x.dtype:
-        return Tile(16, 128, 128, 4, 4, swap=True)
+        return Tile(16, 32, 128, 4, 6, swap=False) if num_rows <= 4 else Tile(16, 128, 128, 4, 4, swap=True)
     if num_in > 8192:
-        return Tile(16, 32, 256, 4, 6, swap=False, prefetch=1024)
+        return Tile(16, 32, 256, 4, 6, swap=False, prefetch=256 if num_rows <= 4 else 1024)
+    if num_out <= 4096 and num_rows <= 4:  # the product after attention, which reads while weights would
+        return Tile(16, 64, 128, 4, 6, swap=True)
     return Tile(16, 64, 128, 4, 6, swap=True, prefetch=256)
 
 
-def _launch(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, *, gated: bool) -> None:
+def _launch(
+    tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, *, gated: bool
+) -> None:
+    assert residual is None or residual.is_contiguous()
     limit = limits(x.device)
     num_rows, num_out = y.shape
     num_in = x.shape[1]
     linear_kernel[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.columns),)](
-        *(x, weight, weight if bias is None else bias, y, num_rows, x.stride(0)),
+        *(x, weight, weight if bias is None else bias, y if residual is None else residual),
+        *(y, num_rows, x.stride(0)),
         NUM_OUT=num_out,
         NUM_IN=num_in,
         BM=tile.rows,
@@ -197,6 +219,7 @@ def _launch(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tenso
         BK=tile.depth,
         GATED=gated,
         HAS_BIAS=bias is not None,
+        ADD=residual is not None,
         SWAP=tile.swap,
         PREFETCH=tile.prefetch if limit.dependent and num_in >= tile.prefetch else 0,
         PDL=limit.dependent,

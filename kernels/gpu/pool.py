@@ -24,15 +24,20 @@ def key_tile(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """k [BLOCK_D, TILE] and v [TILE, BLOCK_D] of the positions n. Values from `length` on are 0, keys anything."""
+    """k [BLOCK_D, TILE] and v [TILE, BLOCK_D] of the positions n. Values from `length` on are 0, keys anything;
+    with WHOLE all positions are below `length`.
+    """
     d = tl.arange(0, BLOCK_D)
-    offset = slot_offset(table_ptr, n, kv_head, HKV, D, BLOCK_SIZE, n < length)
-    v_inside = (n < length)[:, None]
+    n_inside = n >= 0 if WHOLE else n < length
+    offset = slot_offset(table_ptr, n, kv_head, HKV, D, BLOCK_SIZE, n_inside)
+    k_ptrs = k_cache_ptr + offset[None, :] + d[:, None]
+    v_ptrs = v_cache_ptr + offset[:, None] + d[None, :]
     if BLOCK_D == D:
-        k = tl.load(k_cache_ptr + offset[None, :] + d[:, None])
+        k = tl.load(k_ptrs)
+        v = tl.load(v_ptrs) if WHOLE else tl.load(v_ptrs, mask=n_inside[:, None], other=0.0)
     else:
-        k = tl.load(k_cache_ptr + offset[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
-        v_inside = v_inside & (d < D)[None, :]
-    v = tl.load(v_cache_ptr + offset[:, None] + d[None, :], mask=v_inside, other=0.0)
+        k = tl.load(k_ptrs, mask=(d < D)[:, None], other=0.0)
+        v = tl.load(v_ptrs, mask=n_inside[:, None] & (d < D)[None, :], other=0.0)
     return k, v

@@ -42,13 +42,21 @@ def walk_keys(
         first_split = tl.maximum(start - WINDOW + 1, 0) // SPLIT * SPLIT
     for split in range(first_split, end, SPLIT):
         top, total, out = nothing_seen(ROWS, BLOCK_D)
-        for key in range(split, tl.minimum(split + SPLIT, end), TILE):
+        split_end = tl.minimum(split + SPLIT, end)
+        edge = split  # from here on not all keys are seen by all rows
+        if WINDOW == 0:
+            edge = tl.maximum(tl.minimum((start + 1) // TILE * TILE, split_end), split)
+            for key in range(split, edge, TILE):
+                n = key + tl.arange(0, TILE)
+                k, v = key_tile(k_cache_ptr, v_cache_ptr, table_ptr, n, end, kv_head, HKV, D, BLOCK_D, BLOCK_SIZE, True)
+                top, total, out = add_tile(q, k, v, n, top, total, out, scale, cap, False, CAPPED, TILE)
+        for key in range(edge, split_end, TILE):
             n = key + tl.arange(0, TILE)
-            k, v = key_tile(k_cache_ptr, v_cache_ptr, table_ptr, n, end, kv_head, HKV, D, BLOCK_D, BLOCK_SIZE)
+            k, v = key_tile(k_cache_ptr, v_cache_ptr, table_ptr, n, end, kv_head, HKV, D, BLOCK_D, BLOCK_SIZE, False)
             seen = n[None, :] <= position[:, None]
             if WINDOW > 0:
                 seen &= n[None, :] > position[:, None] - WINDOW
-            top, total, out = add_tile(q, k, v, seen, top, total, out, scale, cap, CAPPED, TILE)
+            top, total, out = add_tile(q, k, v, seen, top, total, out, scale, cap, True, CAPPED, TILE)
         all_top, all_total, all_out = merge(all_top, all_total, all_out, top, tl.max(total, 1), out, unit)
     return all_out / all_total[:, None]
 
@@ -86,6 +94,7 @@ def prefill_kernel(
     count = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
     table_ptr = block_tables_ptr + tl.load(seq_index_ptr + first).to(tl.int64) * max_blocks
     start = tl.load(positions_ptr + first)
+    end = tl.where(count > 0, start + count, 0)  # a tile of no rows is padding
     head_group = tl.program_id(1)
     kv_head = head_group * PACK // (HQ // HKV)
     r = tl.arange(0, ROWS)
@@ -97,7 +106,7 @@ def prefill_kernel(
     wait(PDL)
     q = tl.load(q_ptr + row[:, None] * q_stride + (head * D)[:, None] + d[None, :], mask=inside, other=0.0)
     out = walk_keys(
-        *(q, k_cache_ptr, v_cache_ptr, table_ptr, start + token, start, start + count, kv_head, scale, cap),
+        *(q, k_cache_ptr, v_cache_ptr, table_ptr, start + token, start, end, kv_head, scale, cap),
         *(HKV, D, BLOCK_D, BLOCK_SIZE, ROWS, WINDOW, CAPPED, TILE, SPLIT),
     )
     out_ptrs = out_ptr + (row * HQ + head)[:, None] * D + d[None, :]

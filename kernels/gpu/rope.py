@@ -7,6 +7,9 @@ from torch import Tensor
 from kernels._triton import tl, triton
 from kernels.gpu.launch import begin, limits, wait
 
+#: Heads of a program.
+_HEADS = 8
+
 
 @triton.jit
 def rotated(pointers, inside, d, table_ptr, position, ROTARY: tl.constexpr, T: tl.constexpr):
@@ -44,34 +47,33 @@ def rope_write_kernel(
     BLOCK_D: tl.constexpr,
     ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per (token, head): q turned in place, k turned and v copied into the pool."""
+    """One program per token and HEADS heads: q turned in place, k turned and v copied into the pool."""
     begin(PDL)
     row = first_row + tl.program_id(0)
-    head = tl.program_id(1)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     position = tl.load(positions_ptr + row)
     seq = tl.load(seq_index_ptr + row).to(tl.int64)
     wait(PDL)
     if position < 0:
         return
     d = tl.arange(0, BLOCK_D)
-    one = tl.arange(0, 1)[:, None]
-    inside = (d < D)[None, :] & (one == 0)
-    pointers = qkv_ptr + row.to(tl.int64) * qkv_stride + head * D + one
+    inside = (head < HQ + 2 * HKV) & (d < D)[None, :]
+    pointers = qkv_ptr + row.to(tl.int64) * qkv_stride + head * D
     block = tl.load(block_tables_ptr + seq * max_blocks + position // BLOCK_SIZE).to(tl.int64)
-    if head < HQ:
-        turned = rotated(pointers, inside, d, table_ptr, position + one, ROTARY, qkv_ptr.dtype.element_ty)
-        tl.debug_barrier()  # every element is read as a partner before it is overwritten
-        tl.store(pointers + d[None, :], turned, mask=inside)
-    elif head < HQ + HKV:
-        slot = ((block * HKV + head - HQ) * BLOCK_SIZE + position % BLOCK_SIZE) * D
-        turned = rotated(pointers, inside, d, table_ptr, position + one, ROTARY, k_cache_ptr.dtype.element_ty)
-        tl.store(k_cache_ptr + slot + one + d[None, :], turned, mask=inside)
-    else:
-        slot = ((block * HKV + head - HQ - HKV) * BLOCK_SIZE + position % BLOCK_SIZE) * D
-        value = tl.load(pointers + d[None, :], mask=inside)
-        tl.store(v_cache_ptr + slot + one + d[None, :], value.to(v_cache_ptr.dtype.element_ty), mask=inside)
+    T: tl.constexpr = k_cache_ptr.dtype.element_ty
+    is_key = inside & (head >= HQ) & (head < HQ + HKV)
+    is_value = inside & (head >= HQ + HKV)
+    turned = rotated(pointers, inside & (head < HQ + HKV), d, table_ptr, position + head * 0, ROTARY, T)
+    value = tl.load(pointers + d[None, :], mask=is_value, other=0.0)
+    tl.debug_barrier()  # every element is read as a partner before it is overwritten
+    tl.store(pointers + d[None, :], turned, mask=inside & (head < HQ))
+    key_slot = ((block * HKV + head - HQ) * BLOCK_SIZE + position % BLOCK_SIZE) * D
+    tl.store(k_cache_ptr + key_slot + d[None, :], turned, mask=is_key)
+    value_slot = key_slot - HKV * BLOCK_SIZE * D
+    tl.store(v_cache_ptr + value_slot + d[None, :], value.to(T), mask=is_value)
 
 
 def rope_write_(
@@ -95,7 +97,7 @@ def rope_write_(
         return
     _, num_kv_heads, block_size, head_dim = v_cache.shape
     limit = limits(qkv.device)
-    rope_write_kernel[(num_rows, num_heads + 2 * num_kv_heads)](
+    rope_write_kernel[(num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS))](
         *(qkv, table, k_cache, v_cache, block_tables, seq_index, positions),
         *(qkv.stride(0), first_row, block_tables.shape[1]),
         HQ=num_heads,
@@ -104,7 +106,8 @@ def rope_write_(
         BLOCK_D=triton.next_power_of_2(head_dim),
         ROTARY=table.shape[1],
         BLOCK_SIZE=block_size,
+        HEADS=_HEADS,
         PDL=limit.dependent,
-        num_warps=1,
+        num_warps=4,
         **limit.options,
     )

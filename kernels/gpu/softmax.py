@@ -13,8 +13,11 @@ NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def add_tile(q, k, v, seen, top, total, out, scale, cap, CAPPED: tl.constexpr, TILE: tl.constexpr):
-    """Join one tile: q [R, D], k [D, TILE], v [TILE, D], seen [R, TILE] → (top, total, out).
+def add_tile(
+    q, k, v, seen, top, total, out, scale, cap, MASKED: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr
+):
+    """Join one tile: q [R, D], k [D, TILE], v [TILE, D], seen [R, TILE] → (top, total, out). Without MASKED all
+    keys are seen by all rows, which saves time and changes no bit.
 
     `top` [R] is the largest score, `total` [R, 16] the sum of exponentials in every column, `out`
     [R, D] the weighted values. `scale` takes a product to the exponent of 2. With CAPPED it takes it to
@@ -25,9 +28,12 @@ def add_tile(q, k, v, seen, top, total, out, scale, cap, CAPPED: tl.constexpr, T
         # tanh by exp2, as one expression for every launch shape.
         grown = tl.exp2(scores * scale)
         scores = cap * (1.0 - 2.0 / (grown + 1.0))
-    scores = tl.where(seen, scores, NEGATIVE_INFINITY)
+    if MASKED:
+        scores = tl.where(seen, scores, NEGATIVE_INFINITY)
     highest = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(highest == NEGATIVE_INFINITY, 0.0, highest)  # a row that has seen nothing: no NaN
+    base = highest
+    if MASKED:
+        base = tl.where(highest == NEGATIVE_INFINITY, 0.0, highest)  # a row that has seen nothing: no NaN
     unit = 1.0 if CAPPED else scale
     fade = tl.exp2((top - base) * unit)[:, None]
     weights = tl.exp2(tl.fma(scores, unit, -(base * unit)[:, None])).to(v.dtype)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from engine.backends.torch_runner import TorchRunner
@@ -162,3 +163,22 @@ def test_progress_ends_at_the_whole(settings: Settings) -> None:
     phase, done, total = calls[-1]
     assert phase == "loading weights"
     assert done == total > 0
+
+
+def test_dummy_weights_need_a_config_and_a_tokenizer_alone(settings: Settings) -> None:
+    for file in Path(settings.model or "").glob("*.safetensors"):
+        file.unlink()
+    dummy = replace(settings, load_format="dummy")
+    runner, info = load(dummy)
+    assert info.digest == load(dummy)[1].digest
+    ids = driver(runner, info).run_alone(Sequence(prompt(3), SamplingParams(max_tokens=8, temperature=0.0))).generated
+    assert len(ids) == 8
+    with pytest.raises(ModelError, match=r"neither model\.safetensors"):
+        load(settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there(settings: Settings) -> None:
+    with pytest.raises(ModelError, match="--device cuda: torch sees no GPU here"):
+        load(replace(settings, device="cuda"))
+    assert load(replace(settings, device="auto"))[0].max_in_flight == 1

@@ -53,7 +53,12 @@ class Loop:
         block_bytes = (
             3 * 2 * (20 + 32) * 16 * 4
         )  # layers, heads, head_dim of keys and (padded) values, positions, float32
-        settings = {"model": str(folder), "threads": 1, "kv_cache_memory_bytes": num_blocks * block_bytes}
+        settings = {
+            "model": str(folder),
+            "device": "cpu",
+            "threads": 1,
+            "kv_cache_memory_bytes": num_blocks * block_bytes,
+        }
         config = EngineConfig.model_validate(settings | values)
         runner = TorchRunner(config)
         runner.max_in_flight = depth

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from engine.loading.formats import Checkpoint
 from engine.loading.store import ModelError, ModelFolder
-from engine.loading.weights import WeightReader
+from engine.loading.weights import DummyWeights, WeightReader
 
 Calls = list[tuple[str, int, int]]
 
@@ -52,3 +52,13 @@ def test_left_over(reader: tuple[WeightReader, Calls]) -> None:
     weights.take("a.weight", (2, 3))
     weights.take("b.weight", (4,))
     weights.finish(("q",))
+
+
+def test_dummy_weights_are_the_same_every_time_and_never_zeros() -> None:
+    first, second = (DummyWeights(torch.bfloat16, torch.device("cpu")) for _ in range(2))
+    weight = first.take("layer.0.weight", (64, 32))
+    assert weight.dtype == torch.bfloat16
+    assert torch.equal(weight, second.take("layer.0.weight", (64, 32)))
+    assert not torch.equal(weight, first.take("layer.1.weight", (64, 32)))
+    assert abs(float(weight.float().std()) - 0.02) < 0.002
+    assert abs(float(first.take("model.norm.weight", (500,)).float().mean()) - 1) < 0.01

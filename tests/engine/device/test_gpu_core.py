@@ -1,0 +1,59 @@
+"""The torch runner on a GPU under the real scheduler, two steps in flight: no bit changes. `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.engine.backends.test_torch_runner_core import Answer, Loop, submit
+from tests.engine.tiny_models import PROMPT_LENGTHS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+SUBMITS = [submit(number) for number in range(len(PROMPT_LENGTHS))]
+
+#: Bytes of a block: layers, heads, head_dim of keys and values, positions, float32.
+BLOCK_BYTES = 3 * 2 * (16 + 16) * 16 * 4
+
+
+def loop(tiny_models: Path, cache: Path, num_blocks: int = 2000, **values: object) -> Loop:
+    return Loop(
+        tiny_models / "llama_bias",
+        depth=2,
+        num_blocks=num_blocks,
+        device="cuda",
+        cache_dir=cache,
+        kv_cache_memory_bytes=num_blocks * BLOCK_BYTES,
+        **values,
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_models: Path, kernel_cache: Path) -> dict[int, Answer]:
+    one = loop(tiny_models, kernel_cache, enable_prefix_caching=False, max_model_len=400)
+    answers: dict[int, Answer] = {}
+    for message in SUBMITS:
+        answers |= one.run([message])
+    return answers
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"max_num_batched_tokens": 7, "max_num_seqs": 5},
+        {"max_num_batched_tokens": 2000, "max_num_seqs": 16},
+        {"max_num_batched_tokens": 64, "max_num_seqs": 16, "num_blocks": 40},
+    ],
+    ids=["all at once", "chunks of 7", "without graphs for chunks", "too few blocks"],
+)
+def test_answers_are_those_given_alone(
+    tiny_models: Path, kernel_cache: Path, alone: dict[int, Answer], values: dict[str, int]
+) -> None:
+    together = loop(tiny_models, kernel_cache, max_model_len=400, **values)
+    for _ in range(2):  # the second time many prompts are in the prefix cache
+        found = together.run(SUBMITS)
+        for handle, answer in alone.items():
+            assert dataclasses.replace(found[handle], num_cached=0) == dataclasses.replace(answer, num_cached=0)

@@ -1,0 +1,89 @@
+"""The numbers of a step as a GPU gets them, with a CPU in its place."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from engine.device.gpu_inputs import GpuInputs, GpuLimits
+from engine.device.staging import Columns, Ints, Layout
+from engine.plan import PlanEntry, SlotState, StepPlan
+from protocol.messages import U32
+from protocol.sampling import SamplingParams
+
+
+def fill_rows(columns: Columns[Ints], slots: npt.NDArray[np.int64]) -> None:
+    columns.top_k[: len(slots)] = slots + 100
+
+
+@pytest.fixture
+def inputs() -> GpuInputs:
+    limits = GpuLimits(max_num_seqs=8, max_num_tokens=100, max_blocks=10, block_size=16, num_kv_heads=2, query_tile=8)
+    return GpuInputs(limits, depth=2, device=torch.device("cpu"), fill_rows=fill_rows)
+
+
+def entered(*slots: int) -> tuple[SlotState, ...]:
+    return tuple(SlotState(slot, array(U32, [1]), array(U32), SamplingParams(), 0) for slot in slots)
+
+
+def entry(slot: int, start: int, ids: list[int], *, short: bool = False, blocks: tuple[int, ...] = ()) -> PlanEntry:
+    return PlanEntry(slot, start, len(ids) + short, array(U32, ids), blocks, True)
+
+
+def test_decodes_take_a_graph_and_name_slots_of_unknown_ids(inputs: GpuInputs) -> None:
+    plan = StepPlan(1, entered(5, 2), (entry(5, 16, [], short=True, blocks=(9, 4)), entry(2, 3, [7], blocks=(6,))))
+    prepared = inputs.prepare(StepPlan(1, plan.entered, (*plan.entries, entry(0, 0, [3], blocks=(1,)))))
+    assert (prepared.layout, prepared.in_graph, prepared.num_single) == (Layout(4, 4, 0), True, 3)
+    batch, columns = inputs.graph_batch(prepared.layout)
+    assert batch.ids.tolist() == [-6, 7, 3, 0]
+    assert batch.sampled is None
+    assert batch.attention.positions.tolist() == [16, 3, 0, -1]
+    assert batch.attention.seq_index.tolist() == [5, 2, 0, 0]
+    assert batch.attention.block_tables[5, :3].tolist() == [9, 4, 0]
+    assert batch.attention.block_tables[2, 0] == 6
+    assert columns.slots.tolist() == [5, 2, 0, -1]
+    assert columns.places.tolist()[:3] == [17, 4, 1]
+    assert columns.top_k.tolist()[:3] == [105, 102, 100]
+
+
+def test_blocks_are_appended_until_the_slot_is_entered_again(inputs: GpuInputs) -> None:
+    inputs.prepare(StepPlan(1, entered(3), (entry(3, 0, [1], blocks=(7,)),)))
+    inputs.prepare(StepPlan(2, (), (entry(3, 16, [1], blocks=(8,)),)))
+    prepared = inputs.prepare(StepPlan(3, (), (entry(3, 17, [1]),)))
+    tables = inputs.graph_batch(prepared.layout)[0].attention.block_tables
+    assert tables[3, :2].tolist() == [7, 8]
+    inputs.prepare(StepPlan(4, entered(3), (entry(3, 0, [1], blocks=(5,)),)))
+    assert tables[3, :2].tolist() == [5, 8]
+
+
+def test_short_chunks_take_a_graph_in_which_all_rows_are_tiles(inputs: GpuInputs) -> None:
+    chunk = PlanEntry(1, 20, 10, array(U32, range(10)), (0, 1), False)
+    prepared = inputs.prepare(StepPlan(1, entered(0, 1), (entry(0, 4, [9], blocks=(2,)), chunk)))
+    assert (prepared.layout, prepared.in_graph) == (Layout(64, 8, 16), True)
+    batch, columns = inputs.graph_batch(prepared.layout)
+    schedule = batch.attention.schedule
+    assert schedule is not None
+    assert schedule.num_single == 0
+    assert schedule.tiles.tolist() == [[9, 2], [1, 8], [0, 1]] + [[0, 0]] * 13
+    assert batch.attention.positions.tolist() == [4, *range(20, 30)] + [-1] * 53
+    assert columns.index.tolist() == [0] * 8
+    assert columns.slots.tolist() == [0] + [-1] * 7
+
+
+def test_long_chunks_run_without_a_graph(inputs: GpuInputs) -> None:
+    chunk = PlanEntry(1, 0, 80, array(U32, range(80)), (0, 1, 2, 3, 4), True)
+    prepared = inputs.prepare(StepPlan(1, entered(0, 1), (entry(0, 4, [9], blocks=(5,)), chunk)))
+    assert (prepared.layout, prepared.in_graph, prepared.num_single) == (Layout(81, 2, 10), False, 1)
+    batch, columns = inputs.batch(prepared)
+    schedule = batch.attention.schedule
+    assert schedule is not None
+    assert (schedule.num_single, schedule.max_splits) == (1, 1)
+    assert schedule.tiles[-1].tolist() == [1, 8]
+    assert batch.sampled is columns.index
+    assert columns.index.tolist() == [0, 80]
+    assert prepared.slots.tolist() == [0, 1]
+    assert prepared.places.tolist() == [5, 80]

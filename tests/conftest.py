@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,12 @@ from tests.processes import Engine, Process, Server, free_port
 
 #: Flags of an engine that needs no model.
 FAKE = ("--backend=fake",)
+
+
+def pytest_configure() -> None:
+    """Shells start background jobs with SIGINT ignored, and programs inherit that; ours are to heed it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -58,11 +58,12 @@ def test_a_client_that_stops_reading_costs_little_and_loses_nothing(
 
 def _unchunked(body: bytes) -> bytes:
     """A body without the frames of HTTP/1.1's chunked coding."""
-    pieces = []
-    while body:
-        size, _, body = body.partition(b"\r\n")
-        pieces.append(body[: int(size, 16)])
-        body = body[int(size, 16) + 2 :]
+    pieces, at = [], 0
+    while at < len(body):
+        end = body.index(b"\r\n", at)
+        size = int(body[at:end], 16)
+        pieces.append(body[end + 2 : end + 2 + size])
+        at = end + 2 + size + 2
     return b"".join(pieces)
 
 

@@ -21,8 +21,16 @@ RESOLVED = Driver(max_model_len=100, fake_num_blocks=5).resolved
         ({"prompt_logprobs_from": 0}, ErrorCode.BAD_REQUEST, "does not support prompt_logprobs_from."),
         ({"expect_digest": "abc"}, ErrorCode.DIGEST_MISMATCH, "expect_digest is abc; this engine's digest is "),
         ({"expect_numerics": "abc"}, ErrorCode.NUMERICS_MISMATCH, "expect_numerics is abc; this engine's numerics is "),
-        ({"prompt": [VOCAB_SIZE]}, ErrorCode.BAD_REQUEST, "prompt_ids: token id 259 is outside the vocabulary of 259."),
-        ({"generated_ids": u32([VOCAB_SIZE])}, ErrorCode.BAD_REQUEST, "generated_ids: token id 259 is outside"),
+        (
+            {"prompt": [VOCAB_SIZE]},
+            ErrorCode.BAD_REQUEST,
+            f"prompt_ids: token id {VOCAB_SIZE} is outside the vocabulary of {VOCAB_SIZE}.",
+        ),
+        (
+            {"generated_ids": u32([VOCAB_SIZE])},
+            ErrorCode.BAD_REQUEST,
+            f"generated_ids: token id {VOCAB_SIZE} is outside",
+        ),
         ({"stop_token_ids": (300,)}, ErrorCode.BAD_REQUEST, "stop_token_ids: token id 300 is outside"),
         ({"logit_bias": ((300, 1.0),)}, ErrorCode.BAD_REQUEST, "logit_bias: token id 300 is outside"),
         ({"temperature": float("nan")}, ErrorCode.BAD_REQUEST, "temperature must be at least 0 and at most 2, got nan"),

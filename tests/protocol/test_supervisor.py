@@ -200,7 +200,7 @@ async def test_a_child_may_take_the_grace_it_gives_to_open_work(program, journal
     watch = Watch()
     supervisor = Supervisor([[replace(program("gateway", slow), grace_s=30.0)]], watch.on_progress)
     running = asyncio.create_task(supervisor.run(watch.announce))
-    await watch.announced.wait()
+    await journal.wait("gateway ready")
     supervisor.stop()
     await asyncio.wait_for(running, 5.0)
     assert journal.events() == ["gateway started", "gateway ready", "gateway terminated"]

@@ -30,6 +30,8 @@ LONG_TOKEN, LONG_TEXT = 259, " implementation"
 _PATH = "/v1/chat/completions"
 _MODEL = "fake"
 _WARMUP_TOKENS = 20
+#: Paced streams begin over this time: hundreds of requests at one moment are another measurement.
+RAMP_S = 2.0
 
 SCHEMA_VERSION = 1
 
@@ -49,7 +51,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Streams that began together, and what they cost the gateway from before the first request to the last byte.
+    """Streams, and what they cost the gateway from before the first request to the last byte.
 
     `send_to_client_s` is from the end of the engine's step to the client, of every token; None without a pace.
     """
@@ -157,6 +159,7 @@ class _Bench:
                 "--backend=fake",
                 f"--fake-step-ms={step_ms}",
                 f"--fake-step-log={self._log}",
+                "--fake-depth=2",  # else the time to plan a step adds to the pace
                 "--fake-num-blocks=65536",
                 f"--max-num-seqs={num_seqs}",
                 "--max-num-batched-tokens=65536",
@@ -170,17 +173,19 @@ class _Bench:
     async def __aexit__(self, *error: object) -> None:
         await self._pair.__aexit__(*error)
 
-    async def _ask(self, num_tokens: int) -> _Stream:
+    async def _ask(self, num_tokens: int, after_s: float = 0.0) -> _Stream:
         stream = _Stream()
+        await asyncio.sleep(after_s)
         await self._pair.client.post(_PATH, _body(num_tokens), stream)
         return stream
 
     async def cost(self, streams: int, num_tokens: int) -> Cost:
-        """`streams` at once, and what they cost. Without a pace no token can be matched with its step."""
+        """What `streams` cost. Without a pace they begin at once, and no token can be matched with its step."""
         gateway, engine = self._pair.gateway.pid, self._pair.engine.pid
         since = time.monotonic()
         before = take_snapshot((gateway, engine))
-        collected = await asyncio.gather(*(self._ask(num_tokens) for _ in range(streams)))
+        gap_s = RAMP_S / streams if self._step_ms else 0.0
+        collected = await asyncio.gather(*(self._ask(num_tokens, number * gap_s) for number in range(streams)))
         after = take_snapshot((gateway, engine))
         use = use_between(before, after)
         processes = {process.pid: process for process in use.processes}

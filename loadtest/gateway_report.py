@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtest.gateway import Cost, Report, Run
+from loadtest.gateway import RAMP_S, Cost, Report, Run
 from loadtest.stats import Distribution, bucket_end_s
 
 MS = 1e3
@@ -69,9 +69,10 @@ def table(report: Report) -> str:
     lines += [
         "",
         f"{len(report.runs)} repeats. Cost: {plan.streams} streams at {plan.rate:g} tokens/s, {plan.num_tokens} tokens "
-        f"each, one event of 15 bytes of text a token. Delays: {plan.latency_streams} streams at that pace, from the "
-        f"end of the engine's step. Full speed: {plan.full_speed_streams} streams. Engine, gateway and client share "
-        f"{hardware.num_cpus} cores of {hardware.cpu}; other processes took up to {busiest:.0%} of the machine. "
+        f"each, one event of 15 bytes of text a token; they begin over {RAMP_S:g} s. Delays: {plan.latency_streams} "
+        f"such streams, from the end of the engine's step. Full speed: {plan.full_speed_streams} streams at once. "
+        f"Engine, gateway and client share {hardware.num_cpus} cores of {hardware.cpu}; other processes took up to "
+        f"{busiest:.0%} of the machine. "
         f"Commit {commit}.",
     ]
     return "\n".join(lines) + "\n"

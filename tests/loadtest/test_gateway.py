@@ -66,7 +66,7 @@ async def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert (cost["streams"], cost["num_tokens"]) == (num_streams, num_streams * 20)
         assert 0 < cost["num_events"] <= cost["num_tokens"]
         assert cost["cpu_us_per_token"] == pytest.approx(cost["cpu_s"] / cost["num_tokens"] * 1e6)
-        assert cost["cpu_s"] > 0
+        assert cost["cpu_s"] >= 0  # in ticks of 10 ms
     for part in ("paced", "latency"):
         assert run[part]["wall_s"] > 19 * 0.05  # the pace is kept
         assert run[part]["send_to_client_s"]["count"] == run[part]["num_tokens"]

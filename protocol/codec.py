@@ -44,6 +44,7 @@ BOUNDS: dict[Kind, int] = {
     Kind.BEAT: 4 * KIB,
     Kind.ADMITTED: KIB,
     Kind.STEP: 8 * MIB,
+    Kind.PROMPT_LOGPROBS: MIB,
     Kind.FINISHED: 8 * KIB,
     Kind.BUNDLE_REQUEST: KIB,
     Kind.BUNDLE_PART: MIB,
@@ -52,6 +53,12 @@ MAX_FRAME = max(BOUNDS.values())
 
 #: Bytes of a BundlePart's data: what fits a frame beside its prefix and header.
 BUNDLE_PART_BYTES = BOUNDS[Kind.BUNDLE_PART] - KIB
+
+
+def most_prompt_rows(k: int) -> int:
+    """Rows of `k` alternatives that fit one PromptLogprobs frame beside its prefix and header."""
+    return (BOUNDS[Kind.PROMPT_LOGPROBS] - KIB) // (8 + 8 * k)
+
 
 if sys.byteorder != "little":  # pragma: no cover - no such machine is supported
     raise ImportError("columns are little-endian; this machine is not")
@@ -170,6 +177,12 @@ def _encode_step(x: m.Step) -> Encoded:
     return Kind.STEP, header, columns
 
 
+def _encode_prompt_logprobs(x: m.PromptLogprobs) -> Encoded:
+    rows = x.logprobs
+    header: dict[str, object] = {"handle": x.handle, "first": x.first, "count": len(rows.own), "k": rows.k}
+    return Kind.PROMPT_LOGPROBS, header, (rows.own, rows.rank, rows.top_ids, rows.top)
+
+
 def _encode_finished(x: m.Finished) -> Encoded:
     header = asdict(x)
     for name in ("stop_id", "error"):
@@ -196,6 +209,7 @@ _ENCODERS: dict[type, Callable[[Any], Encoded]] = {
     m.EngineBeat: _encode_beat,
     m.Admitted: _encode_admitted,
     m.Step: _encode_step,
+    m.PromptLogprobs: _encode_prompt_logprobs,
     m.Finished: _encode_finished,
     m.BundleRequest: _encode_bundle_request,
     m.BundlePart: _encode_bundle_part,
@@ -325,15 +339,26 @@ def _decode_admitted(v: Values, header: Values, body: memoryview) -> m.Admitted:
     return m.Admitted(**v)
 
 
+def _logprob_shapes(count: int, k: int) -> list[tuple[str, int]]:
+    """Columns of `count` rows of logprobs."""
+    return [(m.F32, count), (m.U32, count), (m.U32, count * k), (m.F32, count * k)]
+
+
 def _decode_step(v: Values, header: Values, body: memoryview) -> m.Step:
     entries, tokens, k = v["num_entries"], v["num_tokens"], v["num_logprobs"]
     shapes = [(m.U32, entries), (m.U32, entries), (m.U16, entries), (m.U32, tokens)]
     if k:
-        shapes += [(m.F32, tokens), (m.U32, tokens), (m.U32, tokens * k), (m.F32, tokens * k)]
+        shapes += _logprob_shapes(tokens, k)
     handles, firsts, counts, ids, *rest = _columns(body, shapes)
     if sum(counts) != tokens:
         raise Unfit(f"counts add up to {sum(counts)}, num_tokens is {tokens}")
     return m.Step(v["step"], handles, firsts, counts, ids, m.Logprobs(k, *rest) if k else None)
+
+
+def _decode_prompt_logprobs(v: Values, header: Values, body: memoryview) -> m.PromptLogprobs:
+    k = v["k"]
+    rows = m.Logprobs(k, *_columns(body, _logprob_shapes(v["count"], k)))
+    return m.PromptLogprobs(v["handle"], v["first"], rows)
 
 
 def _decode_finished(v: Values, header: Values, body: memoryview) -> m.Finished:
@@ -364,6 +389,7 @@ _FROM_ENGINE: dict[Kind, Callable[..., Any]] = {
     Kind.BEAT: _decode_engine_beat,
     Kind.ADMITTED: _decode_admitted,
     Kind.STEP: _decode_step,
+    Kind.PROMPT_LOGPROBS: _decode_prompt_logprobs,
     Kind.FINISHED: _decode_finished,
     Kind.BUNDLE_PART: _decode_bundle_part,
 }

@@ -41,8 +41,10 @@ DEFAULT_SAMPLING = SamplingParams()
 
 
 def _untyped(value: object) -> object:
-    """Sampling values: `SamplingParams.validate` owns their types and ranges."""
-    return tuple(value) if isinstance(value, list) else value
+    """Sampling values: `SamplingParams.validate` owns their types and ranges. Lists, and those in them, are tuples."""
+    if not isinstance(value, list):
+        return value
+    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in value)
 
 
 #: Sampling fields in a Submit's header; those equal to their default are left out.
@@ -78,7 +80,7 @@ def _defaults(value: object) -> dict[str, object]:
 
 #: What Welcome holds beside these once the engine serves.
 SERVING_KEYS = (
-    Key("model", text(512)),
+    Key("model", text(m.MAX_MODEL_NAME)),
     Key("version", text(128)),
     Key("digest", text(128)),
     Key("numerics", text(128)),
@@ -160,6 +162,12 @@ HEADERS: dict[Kind, tuple[Key, ...]] = {
         Key("num_entries", integer(0, 2**16)),
         Key("num_tokens", integer(0, 2**21)),
         Key("num_logprobs", integer(0, 1024), 0),
+    ),
+    Kind.PROMPT_LOGPROBS: (
+        Key("handle", _u32),
+        Key("first", integer(1, 2**31 - 1)),
+        Key("count", integer(1, 2**16)),
+        Key("k", integer(1, 1024)),
     ),
     Kind.FINISHED: (
         Key("handle", _u32),

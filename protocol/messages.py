@@ -23,13 +23,16 @@ BEAT_MS = 250
 #: A peer silent for this long is taken for dead.
 SILENCE_MS = 10_000
 
+#: Characters of a model's public name.
+MAX_MODEL_NAME = 512
+
 U32 = "I"  # array typecode of ids and handles, little-endian on the wire
 F32 = "f"  # array typecode of logprobs and biases
 U16 = "H"  # array typecode of the token counts of a Step's entries
 
 
 class Kind(enum.IntEnum):
-    """First byte of a frame. Numbers 9, 11 and 14 to 17 are reserved by the protocol page."""
+    """First byte of a frame. Numbers 11 and 14 to 17 are reserved by the protocol page."""
 
     HELLO = 1
     WELCOME = 2
@@ -39,6 +42,7 @@ class Kind(enum.IntEnum):
     BEAT = 6
     ADMITTED = 7
     STEP = 8
+    PROMPT_LOGPROBS = 9
     FINISHED = 10
     BUNDLE_REQUEST = 12
     BUNDLE_PART = 13
@@ -170,6 +174,8 @@ class Submit:
 
     `sampling` counts `max_tokens` and `min_tokens` from the first token of the choice's whole
     life, `generated_ids` included. `seed` is the choice seed (`protocol.sampling.choice_seed`).
+    `prompt_logprobs_from` is the first prompt position whose logprobs are wanted, -1 for none: a
+    resumed choice asks for those that had not come. Position 0 has none, since nothing is before it.
     """
 
     handle: int
@@ -243,7 +249,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Logprob columns of the tokens of one Step; k alternatives a token, ties to the lowest id."""
+    """Logprob columns of the tokens of one Step or prompt; k alternatives a token, ties to the lowest id."""
 
     k: int
     own: array[float]  # f32 [num_tokens]
@@ -266,6 +272,18 @@ class Step:
     counts: array[int]  # u16 [num_entries]
     ids: array[int]  # u32 [num_tokens]
     logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """A slice of a prompt's logprobs: row i is that of the prompt token at position `first + i`.
+
+    Slices come in order, and all of them before the first generated token's Step.
+    """
+
+    handle: int
+    first: int  # at least 1
+    logprobs: Logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +319,7 @@ class BundlePart:
 
 
 FromGateway = Hello | Submit | Abort | GatewayBeat | BundleRequest
-FromEngine = Welcome | Reject | EngineBeat | Admitted | Step | Finished | BundlePart
+FromEngine = Welcome | Reject | EngineBeat | Admitted | Step | PromptLogprobs | Finished | BundlePart
 Message = FromGateway | FromEngine
 
 

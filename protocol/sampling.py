@@ -2,7 +2,8 @@
 
 Order of operations on one row of logits, each step on the result of the one before:
 
-1. `logit_bias` is added; ids outside `allowed_token_ids` (when given) are masked.
+1. `logit_bias` is added; ids outside `allowed_token_ids` (when given) are masked, and so is the
+   last id of each of `bad_words` whose other ids are the last ones generated.
 2. Penalties: repetition over prompt and generated ids (a positive logit is divided, a negative
    one multiplied), then frequency (times count) and presence (once), over generated ids only.
 3. While fewer than `min_tokens` are generated: end-of-sequence and stop ids are masked.
@@ -33,6 +34,8 @@ MAX_STOP_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_IDS = 2**20
 MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 512
+MAX_BAD_WORD_IDS = 64
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -57,8 +60,9 @@ class SamplingParams:
     """How one choice is sampled. All values are checked by `validate`.
 
     `top_k` 0 and -1 mean no limit. `logprobs` None means off, 0 the chosen token's only, k the
-    k most likely as well. `stop_token_ids` end the choice and, like the model's end-of-sequence
-    ids (unless `ignore_eos`), are not part of the text.
+    k most likely as well; `prompt_logprobs` is the same for the tokens of the prompt. `stop_token_ids`
+    end the choice and, like the model's end-of-sequence ids (unless `ignore_eos`), are not part of
+    the text. `bad_words` are sequences of ids none of which is ever completed.
     """
 
     max_tokens: int = 16
@@ -72,9 +76,11 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def greedy(self) -> bool:
@@ -91,8 +97,9 @@ class SamplingParams:
             _check_int(name, getattr(self, name), low_int, high_int)
         if not isinstance(self.ignore_eos, bool):
             raise SamplingError("ignore_eos", f"ignore_eos must be true or false, got {self.ignore_eos!r}.")
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _check_int(name, count, 0, MAX_LOGPROBS)
         if self.min_tokens > self.max_tokens:
             raise SamplingError(
                 "min_tokens",
@@ -103,6 +110,7 @@ class SamplingParams:
         _check_ids("logit_bias", tuple(i for i, _ in self.logit_bias), MAX_LOGIT_BIAS, vocab_size)
         for _, bias in self.logit_bias:
             _check_float("logit_bias", bias, -100.0, 100.0)
+        _check_bad_words(self.bad_words, vocab_size)
 
 
 #: (name, lowest, highest, whether the lowest itself is excluded)
@@ -153,6 +161,15 @@ def _check_ids(name: str, ids: object, most: int, vocab_size: int | None) -> Non
         if token > _MASK32 or (vocab_size is not None and token >= vocab_size):
             limit = vocab_size if vocab_size is not None else _MASK32 + 1
             raise SamplingError(name, f"{name}: token id {token} is outside the vocabulary of {limit}.")
+
+
+def _check_bad_words(words: object, vocab_size: int | None) -> None:
+    if not isinstance(words, tuple) or len(words) > MAX_BAD_WORDS:
+        raise SamplingError("bad_words", f"bad_words must be at most {MAX_BAD_WORDS} lists of token ids.")
+    for word in words:
+        _check_ids("bad_words", word, MAX_BAD_WORD_IDS, vocab_size)
+        if not word:
+            raise SamplingError("bad_words", "bad_words must not hold an empty list.")
 
 
 _SHOWN_CHARS = 80

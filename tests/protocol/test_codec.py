@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from array import array
+from dataclasses import replace
 
 import orjson
 import pytest
@@ -65,6 +66,20 @@ STEP = m.Step(
     counts=array("H", [1, 2]),
     ids=m.u32([10, 11, 12]),
     logprobs=m.Logprobs(1, m.f32([-1, -2, -3]), m.u32([1, 2, 3]), m.u32([10, 20, 30]), m.f32([-1.0, -0.5, -0.25])),
+)
+
+PROMPT_LOGPROBS_FRAME = frame(
+    9,
+    b'{"handle":7,"first":3,"count":2,"k":2}',
+    b"\x00\x00\x80\xbf\x00\x00\x00\xc0"  # own logprobs -1 -2
+    b"\x01\x00\x00\x00\x05\x00\x00\x00"  # ranks 1 5
+    b"\x0a\x00\x00\x00\x0b\x00\x00\x00\x14\x00\x00\x00\x15\x00\x00\x00"  # top ids 10 11, 20 21
+    b"\x00\x00\x80\xbf\x00\x00\x00\xc0\x00\x00\x00\xbf\x00\x00\x80\xbf",  # top logprobs -1 -2, -0.5 -1
+)
+PROMPT_LOGPROBS = m.PromptLogprobs(
+    handle=7,
+    first=3,
+    logprobs=m.Logprobs(2, m.f32([-1, -2]), m.u32([1, 5]), m.u32([10, 11, 20, 21]), m.f32([-1.0, -2.0, -0.5, -1.0])),
 )
 
 WELCOME_FRAME = frame(
@@ -130,6 +145,7 @@ FROM_ENGINE = [
     ),
     (frame(7, b'{"handle":7,"cached_tokens":32,"queue_ms":5}'), m.Admitted(7, 32, 5)),
     (STEP_FRAME, STEP),
+    (PROMPT_LOGPROBS_FRAME, PROMPT_LOGPROBS),
     (
         frame(10, b'{"handle":7,"reason":"stop","stop_id":2,"num_prompt":3,"num_cached":0,"num_generated":4}'),
         m.Finished(7, m.FinishReason.STOP, 3, 0, 4, stop_id=2),
@@ -188,6 +204,28 @@ def test_a_submit_leaves_out_sampling_defaults_and_keeps_its_columns():
     assert (header["num_prompt"], header["num_generated"], header["num_bias"]) == (3, 1, 1)
 
 
+def test_a_submit_keeps_what_it_asks_of_the_prompt_and_its_bad_words():
+    sampling = SamplingParams(prompt_logprobs=3, bad_words=((5,), (6, 7)))
+    submit = replace(SUBMIT, sampling=sampling, prompt_logprobs_from=2)
+    raw = codec.encode(submit)
+    header = canonical(raw)[1]
+    assert header["sampling"] == {"prompt_logprobs": 3, "bad_words": [[5], [6, 7]]}
+    assert header["prompt_logprobs_from"] == 2
+    assert codec.decode_from_gateway(raw) == submit
+
+
+@pytest.mark.parametrize("k", [1, 5, 20])
+def test_the_most_rows_of_a_prompt_fit_a_frame(k):
+    def slice_of(count: int) -> m.PromptLogprobs:
+        rows = m.Logprobs(k, m.f32([0]) * count, m.u32([0]) * count, m.u32([0]) * count * k, m.f32([0]) * count * k)
+        return m.PromptLogprobs(2**32 - 1, 2**31 - 1, rows)
+
+    most = codec.most_prompt_rows(k)
+    assert len(codec.encode(slice_of(most))) <= 2**20
+    with pytest.raises(WireError, match="PROMPT_LOGPROBS"):
+        codec.encode(slice_of(most + 1024))
+
+
 def test_an_unknown_kind_is_ignored_and_an_unknown_header_key_too():
     assert codec.decode_from_gateway(frame(200, b"{}")) is None
     assert codec.decode_from_gateway(frame(6, b'{"seq":3,"future":[1]}')) == m.GatewayBeat(3)
@@ -221,6 +259,13 @@ def test_columns_that_a_later_minor_appends_are_ignored():
         (submit_with(b'"num_prompt":3', b'"num_prompt":0'), "SUBMIT: num_prompt must be at least 1"),
         (submit_with(b'"temperature":0.5', b'"temperature":9.5'), "SUBMIT: temperature must be"),
         (submit_with(b'"temperature":0.5', b'"temperature":"x"'), "SUBMIT: temperature must be a number"),
+        (submit_with(b'"temperature":0.5', b'"bad_words":[[1],2]'), "SUBMIT: bad_words must be a list of token ids"),
+        (submit_with(b'"temperature":0.5', b'"bad_words":[[]]'), "SUBMIT: bad_words must not hold an empty list"),
+        (
+            submit_with(b'"temperature":0.5', b'"prompt_logprobs":21'),
+            "SUBMIT: prompt_logprobs must be between 0 and 20",
+        ),
+        (frame(9, b"{}"), "PROMPT_LOGPROBS does not come from this side"),
         (frame(5, b'{"handle":1,"reason":"client","x":"' + b"y" * 1024 + b'"}'), "at most 1024 are allowed"),
     ],
 )

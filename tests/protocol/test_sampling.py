@@ -89,6 +89,13 @@ def test_choices_of_one_prompt_have_distinct_seeds():
         ({"allowed_token_ids": (500,)}, "allowed_token_ids", "token id 500"),
         ({"logit_bias": ((5, 101.0),)}, "logit_bias", "at most 100, got 101.0"),
         ({"logit_bias": ((100, 1.0),)}, "logit_bias", "token id 100"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "between 0 and 20, got 21"),
+        ({"prompt_logprobs": True}, "prompt_logprobs", "must be an integer, got True"),
+        ({"bad_words": ((1,), (2, 100))}, "bad_words", "token id 100 is outside the vocabulary of 100"),
+        ({"bad_words": ((),)}, "bad_words", "must not hold an empty list"),
+        ({"bad_words": (7,)}, "bad_words", "must be a list of token ids, got 7"),
+        ({"bad_words": ((1,),) * 513}, "bad_words", "at most 512 lists"),
+        ({"bad_words": ((1,) * 65,)}, "bad_words", "at most 64 token ids, got 65"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name_limit_and_value(change, field, words):

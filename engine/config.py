@@ -10,6 +10,7 @@ from pydantic import ByteSize, Field, model_validator
 
 from engine.plan import ModelInfo
 from protocol.config import Positional, Settings, Shown
+from protocol.messages import MAX_MODEL_NAME
 
 #: A block holds this many tokens' KV, or a multiple up to the largest.
 BLOCK_UNIT, LARGEST_BLOCK = 16, 256
@@ -93,6 +94,11 @@ class EngineConfig(Settings):
             )
         if (self.curve_secret_key_file is None) != (self.curve_allowed_keys_dir is None):
             raise ValueError("--curve-secret-key-file and --curve-allowed-keys-dir go together.")
+        if len(self.public_name) > MAX_MODEL_NAME:
+            raise ValueError(
+                f"a model's public name has at most {MAX_MODEL_NAME} characters, got {len(self.public_name)}; "
+                "give a shorter --served-model-name."
+            )
         return self
 
     @property

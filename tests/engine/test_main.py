@@ -159,6 +159,7 @@ def test_a_step_that_hangs_is_seen_in_beats(start_engine: StartEngine, context: 
         (("--backend=fake", "--max-num-seqs=300"), 2, "--max-num-batched-tokens must be at least --max-num-seqs (300)"),
         (("--backend=fake", "--block-size=20"), 2, "--block-size: Input should be a multiple of 16"),
         (("--backend=fake", "--curve-secret-key-file=x"), 2, "go together"),
+        (("--backend=fake", f"--served-model-name={'m' * 513}"), 2, "at most 512 characters, got 513"),
         (("--backend=fake", "--max-num-sequences=3"), 2, "did you mean --max-num-seqs?"),
         pytest.param(  # imports torch
             ("--backend=torch_runner", "--model=/nowhere"), 2, "/nowhere is not a directory", marks=pytest.mark.slow

@@ -17,8 +17,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kernels.activation import Activation as Activation
+    from kernels.activation import gelu_and_mul as gelu_and_mul
     from kernels.activation import silu_and_mul as silu_and_mul
     from kernels.attention import AttentionBatch as AttentionBatch
+    from kernels.attention import HeadNorms as HeadNorms
     from kernels.attention import TileSchedule as TileSchedule
     from kernels.attention import paged_attention as paged_attention
     from kernels.attention import rotate_and_attend as rotate_and_attend
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from kernels.matmul import gated_linear as gated_linear
     from kernels.matmul import linear as linear
     from kernels.matmul import pack_linear as pack_linear
+    from kernels.norm import head_norm_ as head_norm_
     from kernels.norm import rms_norm as rms_norm
     from kernels.rope import rope_ as rope_
     from kernels.sampling import TokenLogprobs as TokenLogprobs
@@ -53,7 +57,9 @@ if TYPE_CHECKING:
 #: Public name to the module that defines it. No name equals a module's: importing a submodule
 #: would bind the module over the operator.
 _HOMES = {
+    "Activation": "activation",
     "AttentionBatch": "attention",
+    "HeadNorms": "attention",
     "Implementation": "backend",
     "NUMERICS": "backend",
     "PackedLinear": "matmul",
@@ -63,8 +69,10 @@ _HOMES = {
     "embed_ahead": "gpu.embedding",
     "empty_kv_cache": "kv_cache",
     "gated_linear": "matmul",
+    "gelu_and_mul": "activation",
     "gpu_numerics_name": "gpu.start",
     "gumbel_noise": "sampling",
+    "head_norm_": "norm",
     "kv_cache_shapes": "kv_cache",
     "linear": "matmul",
     "logprobs": "sampling",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import enum
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,10 +13,17 @@ from kernels.backend import native
 from kernels.cpu.library import DTYPES
 
 
+class Activation(enum.Enum):
+    """The function of the gate."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu(gate) * up for x [M, 2 * I], gate in the first half, up in the second: [M, I] in x.dtype.
 
-    silu is computed in float32 and rounded to x.dtype before the product, as transformers does.
+    The activation is computed in float32 and rounded to x.dtype before the product, as transformers does.
     x may be a view with a row stride.
     """
     if x.is_cuda:
@@ -20,18 +31,44 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
         return on_gpu(x)
     library = native()
-    if library is None:
-        return silu_and_mul_reference(x)
+    return silu_and_mul_reference(x) if library is None else _by_rows(library.silu_and_mul, x)
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """`silu_and_mul` with GELU in its form with tanh (Hendrycks and Gimpel, 2016). Not on a GPU."""
+    assert not x.is_cuda
+    library = native()
+    return gelu_and_mul_reference(x) if library is None else _by_rows(library.gelu_and_mul, x)
+
+
+def activate_and_mul(x: Tensor, activation: Activation) -> Tensor:
+    """`silu_and_mul` or `gelu_and_mul`."""
+    return silu_and_mul(x) if activation is Activation.SILU else gelu_and_mul(x)
+
+
+def _by_rows(operator: Callable[..., None], x: Tensor) -> Tensor:
     num_rows, width = x.shape[0], x.shape[1] // 2
     assert x.stride(1) == 1
     assert x.shape[1] % 2 == 0
     y = torch.empty(num_rows, width, dtype=x.dtype)
-    library.silu_and_mul(x.data_ptr(), x.stride(0), num_rows, width, y.data_ptr(), DTYPES[x.dtype])
+    operator(x.data_ptr(), x.stride(0), num_rows, width, y.data_ptr(), DTYPES[x.dtype])
     return y
 
 
 def silu_and_mul_reference(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     wide = gate.to(torch.float32)
-    # Not torch.sigmoid or silu: measured, their vector tail gives other bits than the body.
-    return (wide / (1.0 + torch.exp(-wide))).to(x.dtype) * up
+    return _logistic_times(wide, wide).to(x.dtype) * up
+
+
+def gelu_and_mul_reference(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    wide = gate.to(torch.float32)
+    # x / 2 * (1 + tanh(u)) is x times the logistic function of 2u.
+    twice_u = math.sqrt(8 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+    return _logistic_times(wide, twice_u).to(x.dtype) * up
+
+
+def _logistic_times(x: Tensor, exponent: Tensor) -> Tensor:
+    # Not torch.sigmoid, silu or gelu: measured, their vector tail gives other bits than the body.
+    return x / (1.0 + torch.exp(-exponent))

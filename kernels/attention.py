@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.backend import native
 from kernels.cpu.library import DTYPES
 from kernels.kv_cache import kv_cache_shapes, write_kv
+from kernels.norm import head_norm_
 from kernels.reduce import tree_sum
 from kernels.rope import rope_
 
@@ -57,6 +58,15 @@ class AttentionBatch:
     schedule: TileSchedule | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorms:
+    """Weights [head_dim] of the norms of every query head and every key head, as `rms_norm` takes them."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
 def rotate_and_attend(
     qkv: Tensor,
     cos_sin: Tensor,
@@ -69,10 +79,11 @@ def rotate_and_attend(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Self-attention from a fused projection qkv [M, (num_heads + 2 * num_kv_heads) * head_dim], which is
-    overwritten: `rope_` on queries and keys, `write_kv` at `slots` int64 [M], `paged_attention`. Answers
-    [M, num_heads, head_dim].
+    overwritten: `head_norm_` (with `norms`) and `rope_` on queries and keys, `write_kv` at `slots` int64 [M],
+    `paged_attention`. Answers [M, num_heads, head_dim].
 
     A GPU finds the slots in `batch` itself (None). Keys and values of this step are read back from the pool as
     well, so that a chunk's border changes no bit.
@@ -86,6 +97,7 @@ def rotate_and_attend(
             scale=scale,
             window=window,
             soft_cap=soft_cap,
+            norms=norms,
             tile=TILE,
             split=SPLIT,
         )
@@ -93,6 +105,9 @@ def rotate_and_attend(
     num_kv_heads, head_dim = k_cache.shape[1:3]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if norms is not None:
+        head_norm_(q, norms.query, norms.eps)
+        head_norm_(k, norms.key, norms.eps)
     rope_(q, k, batch.positions, cos_sin)
     write_kv(k, v, k_cache, v_cache, slots)
     return paged_attention(q, k_cache, v_cache, batch, scale=scale, window=window, soft_cap=soft_cap)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.activation import silu_and_mul
+from kernels.activation import Activation, activate_and_mul
 from kernels.backend import native
 from kernels.cpu.library import DTYPES
 
@@ -97,17 +97,20 @@ def linear(
     return y
 
 
-def gated_linear(x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
-    """`silu_and_mul` of `linear`, in one pass where the device has one: x [M, K] → [M, N / 2] in x.dtype.
+def gated_linear(
+    x: Tensor, packed: PackedLinear, bias: Tensor | None = None, activation: Activation = Activation.SILU
+) -> Tensor:
+    """`activate_and_mul` of `linear`, in one pass where the device has one: x [M, K] → [M, N / 2] in x.dtype.
 
-    The first half of the weight's rows [N, K] is the gate.
+    The first half of the weight's rows [N, K] is the gate. A GPU has SiLU alone.
     """
     if x.is_cuda:
         from kernels.gpu.matmul import gated_linear as on_gpu
 
         assert x.dtype == packed.dtype
+        assert activation is Activation.SILU
         return on_gpu(x, packed.data, bias)
-    return silu_and_mul(linear(x, packed, bias))
+    return activate_and_mul(linear(x, packed, bias), activation)
 
 
 def add_linear(x: Tensor, packed: PackedLinear, bias: Tensor | None, residual: Tensor) -> tuple[Tensor | None, Tensor]:

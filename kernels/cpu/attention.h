@@ -204,7 +204,7 @@ private:
         const C* taken[PANELS];
         std::copy(panels, panels + PANELS, taken);
         vf acc[ROWS][PANELS * PARTS] = {};
-        multiply<ROWS, PANELS, 0, C>(queries, p_.head_dim, taken, p_.block_size, p_.head_dim, acc);
+        multiply<ROWS, PANELS, C>(queries, p_.head_dim, taken, p_.block_size, p_.head_dim, acc);
         for (int r = 0; r < ROWS; r++)
             for (int c = 0; c < PANELS * PARTS; c++) store(scores + r * TILE + c * LANES, acc[r][c]);
     }
@@ -236,7 +236,7 @@ private:
             const C* panels[PANELS];
             for (int p = 0; p < PANELS; p++)
                 panels[p] = values_[begin / GROUP] + begin % GROUP * p_.value_dim + d + p * GROUP;
-            multiply<ROWS, PANELS, 0, C>(&scores_[row * TILE + begin], TILE, panels, p_.value_dim, run, acc);
+            multiply<ROWS, PANELS, C>(&scores_[row * TILE + begin], TILE, panels, p_.value_dim, run, acc);
             begin += run;
         }
         for (int r = 0; r < ROWS; r++)

@@ -17,9 +17,11 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _ARGUMENTS: dict[str, list[type]] = {
     "linear": [_PTR, _I32, _I64, _I64, _I64, _PTR, _I32, _PTR, _I64, _PTR, _I32],
-    "rms_norm": [_PTR, _I64, _PTR, _I64, _PTR, _F32, _I64, _I64, _PTR, _PTR, _I32],
+    "rms_norm": [_PTR, _I64, _PTR, _I64, _PTR, _I32, _F32, _I64, _I64, _PTR, _PTR, _I32],
+    "head_norm": [_PTR, _I64, _I64, _I64, _I64, _PTR, _I32, _F32, _I32],
     "rope": [_PTR, _I64, _I64, _I64, _PTR, _I64, _PTR, _I64, _I64, _I32],
     "silu_and_mul": [_PTR, _I64, _I64, _I64, _PTR, _I32],
+    "gelu_and_mul": [_PTR, _I64, _I64, _I64, _PTR, _I32],
     "write_kv": [_PTR, _I64, _PTR, _I64, _I32, _PTR, _I64, _PTR, _PTR, _I32, _I64, _I64, _I64, _I64, _I64],
     "attention": [
         *(_PTR, _I64, _I32, _I64, _I64, _I64),
@@ -46,8 +48,10 @@ class Library:
 
     linear: Callable[..., None]
     rms_norm: Callable[..., None]
+    head_norm: Callable[..., None]
     rope: Callable[..., bool]
     silu_and_mul: Callable[..., None]
+    gelu_and_mul: Callable[..., None]
     write_kv: Callable[..., bool]
     attention: Callable[..., bool]
     sample: Callable[..., None]

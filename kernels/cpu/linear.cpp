@@ -44,16 +44,36 @@ void finish(const Output& out, int64_t row, int64_t panel, vf* acc) {
     with_type(out.dtype, [&](auto type) { store_columns(static_cast<decltype(type)*>(out.y) + at, result, columns); });
 }
 
-// Bytes to ask for ahead in a panel. A low tile waits for memory, which the cores' own prefetching does
-// not keep busy: + 10 to 30 %. A higher one computes, and asking costs up to half its rate (AVX-512).
-constexpr int prefetch_of(int rows) { return rows <= 4 ? 2048 : 0; }
+// Inputs that a tile multiplies between two requests for later weights.
+constexpr int64_t STRETCH = 32;
+
+// Asks for weights while others are multiplied, so that memory and arithmetic units work at the same time.
+// The lines of [at, end) are spread evenly over the stretches of K of the tiles that share the work.
+class Ahead {
+public:
+    Ahead(const void* at, int64_t bytes, int64_t stretches)
+        : at_(static_cast<const char*>(at)), end_(at_ + bytes), step_((bytes / LINE + stretches - 1) / stretches * LINE) {}
+
+    void ask() {
+        for (const char* stop = std::min(at_ + step_, end_); at_ < stop; at_ += LINE) _mm_prefetch(at_, _MM_HINT_T1);
+    }
+
+private:
+    static constexpr int64_t LINE = 64;
+    const char *at_, *end_;
+    int64_t step_;
+};
 
 template <int ROWS, int PANELS, class T>
-void tile(const float* x, int64_t depth, const T* weight, const Output& out, int64_t row, int64_t panel) {
-    const T* panels[PANELS];
-    for (int p = 0; p < PANELS; p++) panels[p] = weight + p * depth * GROUP;
+void tile(const float* x, int64_t depth, const T* weight, const Output& out, int64_t row, int64_t panel,
+          Ahead& ahead) {
     vf acc[ROWS][PANELS * PARTS] = {};
-    multiply<ROWS, PANELS, prefetch_of(ROWS), T>(x + row * depth, depth, panels, GROUP, depth, acc);
+    for (int64_t k = 0; k < depth; k += STRETCH) {
+        ahead.ask();
+        const T* panels[PANELS];
+        for (int p = 0; p < PANELS; p++) panels[p] = weight + (p * depth + k) * GROUP;
+        multiply<ROWS, PANELS, T>(x + row * depth + k, depth, panels, GROUP, std::min(STRETCH, depth - k), acc);
+    }
     for (int r = 0; r < ROWS; r++)
         for (int p = 0; p < PANELS; p++) finish(out, row + r, panel + p, acc[r] + p * PARTS);
 }
@@ -61,17 +81,17 @@ void tile(const float* x, int64_t depth, const T* weight, const Output& out, int
 // Rows [row, row + ROWS) times the `count` panels that lie at `weight`, for output panels from `panel` on.
 template <int ROWS, class T>
 void tiles_of(const float* x, int64_t depth, const T* weight, const Output& out, int64_t row, int64_t panel,
-              int64_t count) {
+              int64_t count, Ahead& ahead) {
     constexpr int AT_ONCE = panels_of(ROWS);
     int64_t p = 0;
     for (; p + AT_ONCE <= count; p += AT_ONCE)
-        tile<ROWS, AT_ONCE, T>(x, depth, weight + p * depth * GROUP, out, row, panel + p);
+        tile<ROWS, AT_ONCE, T>(x, depth, weight + p * depth * GROUP, out, row, panel + p, ahead);
     if constexpr (AT_ONCE > 1)
-        for (; p < count; p++) tile<ROWS, 1, T>(x, depth, weight + p * depth * GROUP, out, row, panel + p);
+        for (; p < count; p++) tile<ROWS, 1, T>(x, depth, weight + p * depth * GROUP, out, row, panel + p, ahead);
 }
 
 template <class T>
-using TilesOf = void (*)(const float*, int64_t, const T*, const Output&, int64_t, int64_t, int64_t);
+using TilesOf = void (*)(const float*, int64_t, const T*, const Output&, int64_t, int64_t, int64_t, Ahead&);
 
 template <class T, int... ROWS>
 constexpr std::array<TilesOf<T>, sizeof...(ROWS)> tiles_table(std::integer_sequence<int, ROWS...>) {
@@ -82,12 +102,12 @@ constexpr std::array<TilesOf<T>, sizeof...(ROWS)> tiles_table(std::integer_seque
 // keep the units busier than 6 + 2.
 template <class T>
 void row_tiles(const float* x, int64_t depth, const T* weight, const Output& out, int64_t first_row, int64_t rows,
-               int64_t panel, int64_t count) {
+               int64_t panel, int64_t count, Ahead& ahead) {
     static constexpr auto table = tiles_table<T>(std::make_integer_sequence<int, MAX_ROWS>());
     const int64_t num_tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
     for (int64_t t = 0; t < num_tiles; t++) {
         const int64_t row = rows * t / num_tiles, height = rows * (t + 1) / num_tiles - row;
-        table[height - 1](x, depth, weight, out, first_row + row, panel, count);
+        table[height - 1](x, depth, weight, out, first_row + row, panel, count, ahead);
     }
 }
 
@@ -115,12 +135,14 @@ void product(const float* x, int64_t num_rows, int64_t depth, const T* weight, c
             for (int64_t panel = begin; panel < end; panel += step) {
                 const int64_t count = std::min(step, end - panel), size = count * panel_size;
                 const T* panels = weight + panel * panel_size;
+                const int64_t next = std::min(step, num_panels - panel - count), tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
+                Ahead ahead(panels + size, next * panel_size * sizeof(T), tiles * ((depth + STRETCH - 1) / STRETCH));
                 if (std::is_same_v<T, float> || rows < WIDEN_ROWS || size > MAX_WIDENED) {
-                    row_tiles(x, depth, panels, out, from, rows, panel, count);
+                    row_tiles(x, depth, panels, out, from, rows, panel, count, ahead);
                 } else {
                     float* widened = wide.reserve(size);
                     for (int64_t i = 0; i < size; i += LANES) store(widened + i, load(panels + i));
-                    row_tiles(x, depth, widened, out, from, rows, panel, count);
+                    row_tiles(x, depth, widened, out, from, rows, panel, count, ahead);
                 }
             }
         }

@@ -42,8 +42,9 @@ float mean_square(const T* x, int64_t width) {
     return sum_group(lanes) / (float)width;
 }
 
-template <class T>
-void rms_norm_row(const T* x, const T* residual, const T* weight, float eps, int64_t width, T* total, T* y) {
+// A weight of type T scales what was rounded to T (Llama), a float32 one what was not yet (Gemma). y may be x.
+template <class T, class W>
+void rms_norm_row(const T* x, const T* residual, const W* weight, float eps, int64_t width, T* total, T* y) {
     if (residual) {
         for_vectors(width, [&](int64_t i, auto count) {
             store_some(total + i, load_some(x + i, count) + load_some(residual + i, count), count);
@@ -52,8 +53,8 @@ void rms_norm_row(const T* x, const T* residual, const T* weight, float eps, int
     }
     const vf scale = 1.0f / sqrt(splat(mean_square(x, width) + eps));
     for_vectors(width, [&](int64_t i, auto count) {
-        const vf normed = rounded<T>(load_some(x + i, count) * scale);
-        store_some(y + i, load_some(weight + i, count) * normed, count);
+        const vf normed = load_some(x + i, count) * scale;
+        store_some(y + i, load_some(weight + i, count) * (std::is_same_v<T, W> ? rounded<T>(normed) : normed), count);
     });
 }
 
@@ -68,12 +69,39 @@ void rotate(T* x, const float* cosines, const float* sines, int64_t half) {
     });
 }
 
-template <class T>
-void silu_and_mul_row(const T* gate, const T* up, int64_t width, T* y) {
-    for_vectors(width, [&](int64_t i, auto count) {
-        const vf g = load_some(gate + i, count);
-        const vf silu = rounded<T>(g / (1.0f + exp(-g)));
-        store_some(y + i, silu * load_some(up + i, count), count);
+// body(row, T{}, W{}) for the storage types of x and of its weight, which is x's or float32.
+template <class Body>
+void with_norm_types(Dtype dtype, Dtype weight_dtype, const Body& body) {
+    with_type(dtype, [&](auto type) {
+        if (weight_dtype == FLOAT32) body(type, float{});
+        else body(type, type);
+    });
+}
+
+constexpr auto silu = [](vf x) { return x / (1.0f + exp(-x)); };
+
+// x / 2 * (1 + tanh(u)), u = sqrt(2 / pi) (x + 0.044715 x^3), as x times the logistic function of 2u.
+constexpr auto gelu_tanh = [](vf x) {
+    const vf twice_u = x * fma(x * x, splat(2 * 0.7978845608f * 0.044715f), splat(2 * 0.7978845608f));
+    return x / (1.0f + exp(-twice_u));
+};
+
+// activation(gate) * up, x [M, 2 * width] with a row stride; y [M, width] contiguous.
+template <class Activation>
+void activate_and_mul(const void* x, int64_t stride, int64_t num_rows, int64_t width, void* y, Dtype dtype,
+                      const Activation& activation) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        parallel_ranges(num_rows, rows_a_task(2 * width), [&](int64_t begin, int64_t end) {
+            for (int64_t row = begin; row < end; row++) {
+                const T* gate = static_cast<const T*>(x) + row * stride;
+                T* to = static_cast<T*>(y) + row * width;
+                for_vectors(width, [&](int64_t i, auto count) {
+                    const vf active = rounded<T>(activation(load_some(gate + i, count)));
+                    store_some(to + i, active * load_some(gate + width + i, count), count);
+                });
+            }
+        });
     });
 }
 
@@ -81,16 +109,33 @@ void silu_and_mul_row(const T* gate, const T* up, int64_t width, T* y) {
 
 // x, residual (or null), total, y [M, width]; x and residual with row strides, total and y contiguous.
 extern "C" void sluicegate_rms_norm(const void* x, int64_t x_stride, const void* residual, int64_t residual_stride,
-                                    const void* weight, float eps, int64_t num_rows, int64_t width, void* total,
-                                    void* y, Dtype dtype) {
-    with_type(dtype, [&](auto type) {
+                                    const void* weight, Dtype weight_dtype, float eps, int64_t num_rows,
+                                    int64_t width, void* total, void* y, Dtype dtype) {
+    with_norm_types(dtype, weight_dtype, [&](auto type, auto weight_type) {
         using T = decltype(type);
+        using W = decltype(weight_type);
         parallel_ranges(num_rows, rows_a_task(width), [&](int64_t begin, int64_t end) {
             for (int64_t row = begin; row < end; row++)
                 rms_norm_row(static_cast<const T*>(x) + row * x_stride,
                              residual ? static_cast<const T*>(residual) + row * residual_stride : nullptr,
-                             static_cast<const T*>(weight), eps, width, static_cast<T*>(total) + row * width,
+                             static_cast<const W*>(weight), eps, width, static_cast<T*>(total) + row * width,
                              static_cast<T*>(y) + row * width);
+        });
+    });
+}
+
+// x [M, num_heads, head_dim] with a row stride, in place; weight [head_dim].
+extern "C" void sluicegate_head_norm(void* x, int64_t stride, int64_t num_heads, int64_t head_dim, int64_t num_rows,
+                                     const void* weight, Dtype weight_dtype, float eps, Dtype dtype) {
+    with_norm_types(dtype, weight_dtype, [&](auto type, auto weight_type) {
+        using T = decltype(type);
+        using W = decltype(weight_type);
+        parallel_ranges(num_rows, rows_a_task(num_heads * head_dim), [&](int64_t begin, int64_t end) {
+            for (int64_t row = begin; row < end; row++)
+                for (int64_t head = 0; head < num_heads; head++) {
+                    T* at = static_cast<T*>(x) + row * stride + head * head_dim;
+                    rms_norm_row<T, W>(at, nullptr, static_cast<const W*>(weight), eps, head_dim, nullptr, at);
+                }
         });
     });
 }
@@ -116,18 +161,14 @@ extern "C" bool sluicegate_rope(void* x, int64_t stride, int64_t num_heads, int6
     return true;
 }
 
-// x [M, 2 * width] with a row stride; y [M, width] contiguous.
 extern "C" void sluicegate_silu_and_mul(const void* x, int64_t stride, int64_t num_rows, int64_t width, void* y,
                                         Dtype dtype) {
-    with_type(dtype, [&](auto type) {
-        using T = decltype(type);
-        parallel_ranges(num_rows, rows_a_task(2 * width), [&](int64_t begin, int64_t end) {
-            for (int64_t row = begin; row < end; row++) {
-                const T* gate = static_cast<const T*>(x) + row * stride;
-                silu_and_mul_row(gate, gate + width, width, static_cast<T*>(y) + row * width);
-            }
-        });
-    });
+    activate_and_mul(x, stride, num_rows, width, y, dtype, silu);
+}
+
+extern "C" void sluicegate_gelu_and_mul(const void* x, int64_t stride, int64_t num_rows, int64_t width, void* y,
+                                        Dtype dtype) {
+    activate_and_mul(x, stride, num_rows, width, y, dtype, gelu_tanh);
 }
 
 // k, v [M, num_heads, head_dim] with row strides into key and value pools at slots[M]. Answers false,

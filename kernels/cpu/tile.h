@@ -21,8 +21,7 @@ constexpr int panels_of(int rows) {
 
 // acc[row][column] = fma(a[row][k], panel[k][column], acc[row][column]) for k = 0 .. depth - 1, in order.
 // Row r of `a` begins at a + r * a_stride; row k of a panel's 16 columns at panel + k * panel_stride.
-// AHEAD > 0: panels come from memory; ask for what lies that many bytes ahead.
-template <int ROWS, int PANELS, int AHEAD, class T>
+template <int ROWS, int PANELS, class T>
 inline __attribute__((always_inline)) void multiply(const float* a, int64_t a_stride, const T* const (&panel)[PANELS],
                                                     int64_t panel_stride, int64_t depth,
                                                     vf (&acc)[ROWS][PANELS * PARTS]) {
@@ -31,10 +30,6 @@ inline __attribute__((always_inline)) void multiply(const float* a, int64_t a_st
         const auto column = [&](int c) {
             return load(panel[c / PARTS] + k * panel_stride + c % PARTS * LANES);
         };
-        if constexpr (AHEAD > 0) {
-            UNROLL for (int p = 0; p < PANELS; p++)
-                _mm_prefetch((const char*)(panel[p] + k * panel_stride) + AHEAD, _MM_HINT_T0);
-        }
         // Whichever are fewer stay in registers, the others pass by.
         if constexpr (ROWS < COLUMNS) {
             vf x[ROWS];

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.decode import attend_rows
+from kernels.gpu.norm import head_norm_
 from kernels.gpu.prefill import attend_tiles
 from kernels.gpu.rope import rope_write_
 
 if TYPE_CHECKING:
-    from kernels.attention import AttentionBatch
+    from kernels.attention import AttentionBatch, HeadNorms
 
 
 def rotate_and_attend(
@@ -27,6 +28,7 @@ def rotate_and_attend(
     scale: float,
     window: int,
     soft_cap: float,
+    norms: HeadNorms | None,
     tile: int,
     split: int,
 ) -> Tensor:
@@ -45,6 +47,8 @@ def rotate_and_attend(
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
     out = torch.empty(num_rows, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     scale, cap = _exponents(scale, soft_cap)
+    if norms is not None:
+        head_norm_(qkv, norms.query, norms.key, norms.eps, num_heads=num_heads, num_kv_heads=num_kv_heads)
     where = (batch.block_tables, batch.seq_index, batch.positions)
     rope_write_(
         *(qkv, table, k_cache, v_cache, *where), num_heads=num_heads, first_row=min(schedule.num_single, num_rows)

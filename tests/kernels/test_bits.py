@@ -58,6 +58,17 @@ def _row_operators(dtype: torch.dtype) -> list[Tensor]:
     return [normed, total, kernels.silu_and_mul(_draw(9, 200, seed=13, scale=20.0, dtype=dtype)), q, k]
 
 
+def _other_row_operators(dtype: torch.dtype) -> list[Tensor]:
+    x, wide = _draw(9, 100, seed=15, dtype=dtype), _draw(100, seed=16).float()
+    heads, narrow = _draw(9, 3, 20, seed=17, dtype=dtype), _draw(20, seed=18, dtype=dtype)
+    kernels.head_norm_(heads, narrow, 1e-6)
+    return [
+        kernels.rms_norm(x, wide, 1e-6)[0],
+        heads,
+        kernels.gelu_and_mul(_draw(9, 200, seed=19, scale=20.0, dtype=dtype)),
+    ]
+
+
 def _sampling(dtype: torch.dtype) -> list[Tensor]:
     logits, ids = _draw(24, 5003, seed=14, scale=8.0, dtype=dtype).float(), torch.arange(24)
     ones, third = torch.ones(24), ids % 3
@@ -72,6 +83,7 @@ _OPERATORS: dict[str, Callable[[torch.dtype], list[Tensor]]] = {
     "linear": _linear,
     "attention": _attention,
     "row operators": _row_operators,
+    "other row operators": _other_row_operators,
     "sampling": _sampling,
 }
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -53,3 +53,26 @@ def test_reads_rows_with_a_stride(implementation: object) -> None:
     expected = kernels.rms_norm(x.contiguous(), weight, 1e-5, residual.contiguous())
     for got, wanted in zip(kernels.rms_norm(x, weight, 1e-5, residual), expected, strict=True):
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_float32_weight_scales_before_the_one_rounding(implementation: object, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(7, 100).to(dtype), 1.0 + 0.1 * torch.randn(100)
+    y, _ = kernels.rms_norm(x, weight, 1e-5)
+    exact = weight.double() * x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), exact, rtol=_tolerance(dtype) / 2 + 1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [20, 64, 128])
+def test_heads_are_normed_each_as_a_row_of_its_own(implementation: object, head_dim: int, dtype: torch.dtype) -> None:
+    fused = torch.randn(6, 5 * head_dim).to(dtype)
+    before = fused.clone()
+    for weight in (torch.randn(head_dim), torch.randn(head_dim).to(dtype)):
+        heads = fused.view(6, 5, head_dim)[:, 1:4]
+        rows = heads.reshape(-1, head_dim).clone()
+        kernels.head_norm_(heads, weight, 1e-6)
+        assert torch.equal(heads.reshape(-1, head_dim), kernels.rms_norm(rows, weight, 1e-6)[0])
+    untouched = [0, 4]
+    assert torch.equal(fused.view(6, 5, head_dim)[:, untouched], before.view(6, 5, head_dim)[:, untouched])

@@ -23,6 +23,7 @@ class AttentionCase:
     values: Tensor
     batch: kernels.AttentionBatch
     slots: Tensor
+    norms: kernels.HeadNorms | None = None
 
     @classmethod
     def draw(
@@ -88,6 +89,7 @@ class AttentionCase:
             scale=self.values.shape[3] ** -0.5,
             window=window,
             soft_cap=soft_cap,
+            norms=self.norms,
             tile=64,
             split=256,
         )

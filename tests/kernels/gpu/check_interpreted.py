@@ -6,6 +6,8 @@ interpreter keeps as integers.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -56,6 +58,12 @@ def test_rms_norm(dtype: torch.dtype) -> None:
         wanted, wanted_total = rms_norm_reference(x, weight, 1e-5, add)
         assert error(normed, wanted) < CLOSE[dtype]
         assert torch.equal(total, wanted_total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_by_a_float32_weight(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(5, 100).to(dtype), torch.randn(100)
+    assert error(norm.rms_norm(x, weight, 1e-5, None)[0], rms_norm_reference(x, weight, 1e-5, None)[0]) < CLOSE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,6 +119,21 @@ def test_attention(
     assert error(copied.keys, case.keys) < CLOSE[dtype]
     assert copied.batch.schedule is not None
     assert not copied.batch.schedule.arrivals.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_after_norms_of_heads(dtype: torch.dtype) -> None:
+    case = AttentionCase.draw(12, 3, 48, dtype=dtype, block_size=16, starts=(0, 40), counts=(1, 20))
+    norms = kernels.HeadNorms(torch.randn(48).to(dtype), torch.randn(48).to(dtype), 1e-6)
+    copied = replace(case.on(torch.device("cpu")), norms=norms)
+    wanted = rotate_and_attend(
+        *(case.qkv.clone(), case.table, case.keys, case.values, case.batch, case.slots),
+        num_heads=12,
+        scale=48**-0.5,
+        norms=norms,
+    )
+    assert error(copied.run(0, 0.0), wanted) < CLOSE[dtype]
+    assert error(copied.keys, case.keys) < CLOSE[dtype]
 
 
 def test_noise() -> None:

@@ -45,14 +45,17 @@ void finish(const Output& out, int64_t row, int64_t panel, vf* acc) {
 }
 
 // Inputs that a tile multiplies between two requests for later weights.
-constexpr int64_t STRETCH = 32;
+constexpr int64_t STRETCH = 64;
 
-// Asks for weights while others are multiplied, so that memory and arithmetic units work at the same time.
-// The lines of [at, end) are spread evenly over the stretches of K of the tiles that share the work.
+// Asks for the next panels while these are multiplied, so that memory and arithmetic units work at the same
+// time (8 rows of cold weights: 1.8 times the rate). The lines are spread evenly over the stretches of K of all
+// row tiles, and go to the second-level cache: asked for at every step, or all at once, they hold up the tile.
 class Ahead {
 public:
     Ahead(const void* at, int64_t bytes, int64_t stretches)
-        : at_(static_cast<const char*>(at)), end_(at_ + bytes), step_((bytes / LINE + stretches - 1) / stretches * LINE) {}
+        : at_(static_cast<const char*>(at)),
+          end_(at_ + bytes),
+          step_((bytes / LINE + stretches - 1) / stretches * LINE) {}
 
     void ask() {
         for (const char* stop = std::min(at_ + step_, end_); at_ < stop; at_ += LINE) _mm_prefetch(at_, _MM_HINT_T1);
@@ -123,20 +126,21 @@ constexpr int64_t WIDEN_ROWS = 4 * MAX_ROWS, MAX_WIDENED = 256 * 1024 / sizeof(f
 template <class T>
 void product(const float* x, int64_t num_rows, int64_t depth, const T* weight, const Output& out) {
     const int64_t num_panels = (out.columns + GROUP - 1) / GROUP, panel_size = depth * GROUP;
-    const int64_t block = rows_at_once(depth);
+    const int64_t num_blocks = (num_rows + rows_at_once(depth) - 1) / rows_at_once(depth);
     // Some 8 tasks a thread, so that one thread held up does not hold up the call; whole tiles each.
     const int64_t at_once = panels_of((int)std::min<int64_t>(std::max<int64_t>(num_rows, 1), MAX_ROWS));
     const int64_t share = std::clamp<int64_t>(num_panels / (8 * num_threads()), at_once, 64) / at_once * at_once;
     parallel_ranges(num_panels, share, [&](int64_t begin, int64_t end) {
         thread_local Floats wide;
-        for (int64_t from = 0; from < num_rows; from += block) {
-            const int64_t rows = std::min(block, num_rows - from);
+        for (int64_t block = 0; block < num_blocks; block++) {
+            const int64_t from = num_rows * block / num_blocks, rows = num_rows * (block + 1) / num_blocks - from;
             const int64_t step = panels_of((int)std::min<int64_t>(rows, MAX_ROWS));
+            const int64_t stretches = (rows + MAX_ROWS - 1) / MAX_ROWS * ((depth + STRETCH - 1) / STRETCH);
             for (int64_t panel = begin; panel < end; panel += step) {
                 const int64_t count = std::min(step, end - panel), size = count * panel_size;
                 const T* panels = weight + panel * panel_size;
-                const int64_t next = std::min(step, num_panels - panel - count), tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
-                Ahead ahead(panels + size, next * panel_size * sizeof(T), tiles * ((depth + STRETCH - 1) / STRETCH));
+                const int64_t next = std::min(step, num_panels - panel - count);
+                Ahead ahead(panels + size, next * panel_size * (int64_t)sizeof(T), stretches);
                 if (std::is_same_v<T, float> || rows < WIDEN_ROWS || size > MAX_WIDENED) {
                     row_tiles(x, depth, panels, out, from, rows, panel, count, ahead);
                 } else {

@@ -26,6 +26,10 @@ inline __attribute__((always_inline)) void multiply(const float* a, int64_t a_st
                                                     int64_t panel_stride, int64_t depth,
                                                     vf (&acc)[ROWS][PANELS * PARTS]) {
     constexpr int COLUMNS = PANELS * PARTS;
+    // A copy whose address nobody has: the compiler would store the caller's at every step.
+    vf sum[ROWS][COLUMNS];
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int c = 0; c < COLUMNS; c++) sum[r][c] = acc[r][c];
     for (int64_t k = 0; k < depth; k++) {
         const auto column = [&](int c) {
             return load(panel[c / PARTS] + k * panel_stride + c % PARTS * LANES);
@@ -36,17 +40,19 @@ inline __attribute__((always_inline)) void multiply(const float* a, int64_t a_st
             UNROLL for (int r = 0; r < ROWS; r++) x[r] = splat(a[r * a_stride + k]);
             UNROLL for (int c = 0; c < COLUMNS; c++) {
                 const vf w = column(c);
-                UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] = fma(x[r], w, acc[r][c]);
+                UNROLL for (int r = 0; r < ROWS; r++) sum[r][c] = fma(x[r], w, sum[r][c]);
             }
         } else {
             vf w[COLUMNS];
             UNROLL for (int c = 0; c < COLUMNS; c++) w[c] = column(c);
             UNROLL for (int r = 0; r < ROWS; r++) {
                 const vf x = splat(a[r * a_stride + k]);
-                UNROLL for (int c = 0; c < COLUMNS; c++) acc[r][c] = fma(x, w[c], acc[r][c]);
+                UNROLL for (int c = 0; c < COLUMNS; c++) sum[r][c] = fma(x, w[c], sum[r][c]);
             }
         }
     }
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int c = 0; c < COLUMNS; c++) acc[r][c] = sum[r][c];
 }
 
 }  // namespace sluicegate

@@ -37,6 +37,7 @@ from protocol.messages import (
     GatewayBeat,
     Hello,
     Phase,
+    PromptLogprobs,
     Reject,
     RejectCode,
     Role,
@@ -84,7 +85,7 @@ class Reception:
         self._serving: Serving | None = None
         self._accounts: dict[bytes, Account] = {}
         self._by_number: dict[int, Account] = {}
-        self._lost: OrderedDict[bytes, str] = OrderedDict()
+        self._lost: OrderedDict[bytes, bytes] = OrderedDict()  # what a late frame is answered with
         self._num_greeted = 0
         self._beat = 0
         self._ticked = time.monotonic()
@@ -102,13 +103,16 @@ class Reception:
 
     def receive(self, identity: bytes, frame: bytes) -> None:
         """One frame of one connection."""
+        if (reject := self._lost.get(identity)) is not None:
+            self._send(identity, reject)
+            return
         now = time.monotonic()
         account = self._accounts.get(identity)
         try:
             message = decode_from_gateway(frame)
         except WireError as error:
             if account is None:
-                self._reject(identity, RejectCode.HELLO_REQUIRED, f"The first frame must be a Hello: {error}")
+                self._turn_away(identity, RejectCode.HELLO_REQUIRED, f"The first frame must be a Hello: {error}")
             else:
                 self._malformed(account, error)
             return
@@ -131,17 +135,18 @@ class Reception:
         self._flush(account, now)
 
     def _stranger(self, identity: bytes, message: object, now: float) -> None:
-        if identity in self._lost:
-            self._reject(identity, RejectCode.ACCOUNT_LOST, self._lost[identity])
-        elif not isinstance(message, Hello):
-            self._reject(identity, RejectCode.HELLO_REQUIRED, "The first frame of a connection must be a Hello.")
+        if not isinstance(message, Hello):
+            self._turn_away(identity, RejectCode.HELLO_REQUIRED, "The first frame of a connection must be a Hello.")
         elif message.protocol[0] != PROTOCOL[0]:
             text = f"This engine speaks protocol {PROTOCOL[0]}.x, the gateway {message.protocol[0]}.x."
-            self._reject(identity, RejectCode.PROTOCOL, text)
+            self._turn_away(identity, RejectCode.PROTOCOL, text)
         elif message.role is not Role.GATEWAY:
-            self._reject(identity, RejectCode.ROLE, f"This engine has no place for the role {message.role}.")
+            self._turn_away(identity, RejectCode.ROLE, f"This engine has no place for the role {message.role}.")
         else:
             self._greet(identity, message, now)
+
+    def _turn_away(self, identity: bytes, code: RejectCode, text: str) -> None:
+        self._send(identity, _reject(code, text))
 
     def _greet(self, identity: bytes, hello: Hello, now: float) -> None:
         self._num_greeted += 1
@@ -149,7 +154,8 @@ class Reception:
         account = Account(self._num_greeted, identity, hello.name, mailbox, now)
         self._accounts[identity] = self._by_number[account.number] = account
         log.info("gateway_connected", extra={"gateway": hello.name, "account": account.number, "build": hello.build})
-        self._share(now)
+        if self._resolved is not None:
+            account.set_grant(share(self._resolved, len(self._accounts)), now)
         mailbox.put(self._welcome(account, minor=min(hello.protocol[1], PROTOCOL[1])))
         self._flush(account, now)
 
@@ -246,7 +252,7 @@ class Reception:
                     account.admitted(handle)
                 case Finished(handle=handle):
                     account.finished(handle)
-                case Step():
+                case PromptLogprobs() | Step():
                     pass
             account.mailbox.put(message)
         for account in touched.values():
@@ -275,6 +281,7 @@ class Reception:
 
     def _send_beats(self, status: Status, now: float) -> None:
         self._beat += 1
+        self._share(now)
         for account in list(self._accounts.values()):
             if account.mailbox.is_empty:  # else it would only be late
                 account.mailbox.put(self._engine_beat(account.grant, status, now))
@@ -335,13 +342,13 @@ class Reception:
             extra={"gateway": account.name, "account": account.number, "reason": text, "requests": account.num_live},
         )
         del self._accounts[account.identity], self._by_number[account.number]
-        self._lost[account.identity] = text
+        self._lost[account.identity] = _reject(RejectCode.ACCOUNT_LOST, text)
         if len(self._lost) > NUM_LOST_KEPT:
             self._lost.popitem(last=False)
         self._inbox.put(OwnerLost(account.number))
-        self._reject(account.identity, code, text)
-        self._share(time.monotonic())
+        self._send(account.identity, _reject(code, text))
 
-    def _reject(self, identity: bytes, code: RejectCode, text: str) -> None:
-        """Tell a connection why it is not served, if it still listens."""
-        self._send(identity, encode(Reject(code, text[:MAX_REJECT_TEXT])))
+
+def _reject(code: RejectCode, text: str) -> bytes:
+    """The frame that tells a connection why it is not served."""
+    return encode(Reject(code, text[:MAX_REJECT_TEXT]))

@@ -146,8 +146,18 @@ def test_a_second_hello_costs_the_account(serving):
     (reject,) = serving.says(b"a", HELLO)
     assert reject.code is RejectCode.PROTOCOL
     assert serving.reception.num_accounts == 0
-    (again,) = serving.says(b"a", HELLO)
-    assert again.code is RejectCode.ACCOUNT_LOST
+    assert serving.says(b"a", HELLO, submit(1)) == [Reject(RejectCode.ACCOUNT_LOST, reject.text)] * 2
+    assert serving.inbox.take() == [OwnerLost(1)]
+
+
+def test_late_frames_of_a_dropped_connection_are_not_read(serving, monkeypatch):
+    """There may be thousands, and until the last was taken libzmq keeps the connection."""
+    serving.says(b"a", HELLO, HELLO)
+    serving.heard(b"a")
+    monkeypatch.setattr("engine.reception.decode_from_gateway", lambda frame: pytest.fail("read"))
+    serving.reception.receive(b"a", b"nonsense")
+    (reject,) = serving.heard(b"a")
+    assert reject.code is RejectCode.ACCOUNT_LOST
 
 
 # --- submits -------------------------------------------------------------------------------------
@@ -250,7 +260,7 @@ def test_other_nonsense_costs_the_account_and_nobody_elses(serving, frame, caplo
         serving.reception.receive(b"a", frame)
         serving.reception.receive(b"a", frame)
     rejects = serving.heard(b"a")
-    assert [reject.code for reject in rejects] == [RejectCode.PROTOCOL, RejectCode.HELLO_REQUIRED]
+    assert [reject.code for reject in rejects] == [RejectCode.PROTOCOL, RejectCode.ACCOUNT_LOST]
     assert serving.inbox.take() == [OwnerLost(1)]
     assert len(caplog.records) == 1
     assert serving.says(b"b", submit(1)) == []

@@ -53,8 +53,8 @@ def test_an_engine_survives_what_is_said_to_it(start_engine: Callable[..., Engin
         assert u32(honest.tokens(2)) == alone(after)
         honest.finish(1)
         assert u32(honest.tokens(1)) == alone(message)
-        # Measured: 27, 36 and 123 MiB after 500, 1,000 and 3,000 connections that were dropped.
-        assert resident_mib(engine) - before < 32 + 0.05 * count / FRAMES_A_CONNECTION
+        # A connection that is gone costs libzmq 50 KiB until its last frame was read: the engine has to keep up.
+        assert resident_mib(engine) - before < 32
     assert engine.popen.poll() is None
     assert "Traceback" not in engine.output()
 

@@ -25,7 +25,6 @@ def _unsupported(submit: Submit) -> Failure | None:
         "grammar": submit.grammar is not None,
         "adapter": submit.adapter is not None,
         "pooling": submit.pooling is not Pooling.NONE,
-        "prompt_logprobs_from": submit.prompt_logprobs_from >= 0,
     }
     names = ", ".join(name for name, wanted in asked.items() if wanted)
     return Failure(ErrorCode.BAD_REQUEST, f"This engine does not support {names}.") if names else None

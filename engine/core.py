@@ -88,7 +88,7 @@ class EngineCore:
         events = self.scheduler.commit(plan, result)
         self._metrics.observe_events(events, now)
         self._publish(now)
-        self._deliver(to_messages(plan.step, events, result.logprobs))
+        self._deliver(to_messages(plan.step, events, result))
 
     def _drain_inbox(self, now: float) -> bool:
         arrivals = self._inbox.take()

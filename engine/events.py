@@ -1,17 +1,20 @@
 """What the scheduler tells: values on their way from a committed step to the gateways.
 
 `to_messages` sorts the events of one step by gateway and lays down their messages; every gateway
-gets at most one Step for it.
+gets at most one Step for it. Logprobs of prompts have messages of their own, in slices.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from engine.plan import Scoring, StepResult
 from engine.request import Request
-from protocol.messages import U16, U32, Admitted, Finished, Logprobs, Step
+from protocol.codec import most_prompt_rows
+from protocol.messages import U16, U32, Admitted, Finished, Logprobs, PromptLogprobs, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,15 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """Prompt logprobs of a request; `row` is the first of their rows of the step's `scored`."""
+
+    request: Request
+    scoring: Scoring
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """A request is over; nothing more comes for its handle."""
 
@@ -41,26 +53,32 @@ class Ended:
     message: Finished
 
 
-Event = Entered | Sampled | Ended
+Event = Entered | Sampled | Scored | Ended
 
 #: A message and the account number of the gateway it is for.
-Delivery = tuple[int, Admitted | Step | Finished]
+Delivery = tuple[int, Admitted | PromptLogprobs | Step | Finished]
 
 
 @dataclass(slots=True)
 class _Mail:
     admitted: list[Admitted] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
     sampled: list[Sampled] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
 
 
-def to_messages(step: int, events: list[Event], logprobs: Logprobs | None) -> list[Delivery]:
-    """Messages in the order to send: for each owner what began, one Step, what ended."""
+def to_messages(step: int, events: list[Event], result: StepResult | None) -> list[Delivery]:
+    """Messages in the order to send: for each owner what began, logprobs of prompts, one Step, what ended.
+
+    `result` is that of the step, None for events between steps.
+    """
     mails: defaultdict[int, _Mail] = defaultdict(_Mail)
     for event in events:
         match event:
             case Sampled(request=request):
                 mails[request.owner].sampled.append(event)
+            case Scored(request=request):
+                mails[request.owner].scored.append(event)
             case Entered(owner=owner, message=message):
                 mails[owner].admitted.append(message)
             case Ended(owner=owner, message=finished):
@@ -68,8 +86,13 @@ def to_messages(step: int, events: list[Event], logprobs: Logprobs | None) -> li
     messages: list[Delivery] = []
     for owner, mail in mails.items():
         messages += [(owner, admitted) for admitted in mail.admitted]
+        if mail.scored:
+            assert result is not None
+            assert result.scored is not None
+            messages += [(owner, part) for scored in mail.scored for part in _slices(scored, result.scored)]
         if mail.sampled:
-            messages.append((owner, _step(step, mail.sampled, logprobs)))
+            assert result is not None
+            messages.append((owner, _step(step, mail.sampled, result.logprobs)))
         messages += [(owner, finished) for finished in mail.finished]
     return messages
 
@@ -86,7 +109,15 @@ def _step(step: int, sampled: list[Sampled], logprobs: Logprobs | None) -> Step:
     )
 
 
-def _rows(logprobs: Logprobs, rows: list[int], k: int) -> Logprobs:
+def _slices(scored: Scored, logprobs: Logprobs) -> Iterator[PromptLogprobs]:
+    scoring = scored.scoring
+    count, most = len(scoring.ids), most_prompt_rows(scoring.k)
+    for at in range(0, count, most):
+        rows = range(scored.row + at, scored.row + min(at + most, count))
+        yield PromptLogprobs(scored.request.handle, scoring.first + at, _rows(logprobs, rows, scoring.k))
+
+
+def _rows(logprobs: Logprobs, rows: Sequence[int], k: int) -> Logprobs:
     """The rows of one gateway, no wider than it asked; the wire carries at least one alternative."""
     width, k = logprobs.k, max(k, 1)
     assert k <= width, f"{k} alternatives asked, the step has {width}"

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from protocol.codec import BUNDLE_PART_BYTES, encode
-from protocol.messages import U16, U32, BundlePart, FromEngine, Logprobs, Step
+from protocol.messages import U16, U32, BundlePart, FromEngine, Logprobs, PromptLogprobs, Step
 
 #: Entries of a joined Step. The wire takes 65,536; one engine step has at most 4,096.
 MAX_JOINED_ENTRIES = 2**15
@@ -132,6 +132,8 @@ def _width(step: Step) -> int:
 
 
 def _size(message: FromEngine) -> int:
+    if isinstance(message, PromptLogprobs):
+        return _PLAIN_BYTES + 8 * (message.logprobs.k + 1) * len(message.logprobs.own)
     if not isinstance(message, Step):
         return _PLAIN_BYTES
     logprobs = 8 * (_width(message) + 1) if message.logprobs else 0

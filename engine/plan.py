@@ -32,6 +32,17 @@ class SlotState:
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """Prompt tokens whose logprobs a step makes: `ids` at the positions from `first` on, with the `k`
+    most likely of each position. The hidden state one position before gives a token's.
+    """
+
+    first: int
+    ids: array[int]  # u32, not empty
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlanEntry:
     """One request's share of a step: positions `start` to `start + count - 1` are computed.
 
@@ -39,7 +50,8 @@ class PlanEntry:
     last one is what the step before sampled for this slot, which the host has not read yet.
     `new_blocks` are appended to the slot's block table (emptied by a SlotState) before the step.
     With `sample`, the token at position `start + count` is sampled; its number among the
-    generated ones is `start + count - len(prompt_ids)`.
+    generated ones is `start + count - len(prompt_ids)`. All of `scoring` follows from hidden states
+    of this entry.
     """
 
     slot: int
@@ -48,6 +60,7 @@ class PlanEntry:
     ids: array[int]  # u32
     new_blocks: tuple[int, ...]
     sample: bool
+    scoring: Scoring | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +82,15 @@ class StepResult:
 
     `logprobs` has a row for every sampled token when any of them asked; `k` is the largest asked
     for. `failed` names rows (index among the sampled ones) whose logits were not finite; their
-    requests end with an error and the id is ignored.
+    requests end with an error and the id is ignored. `scored` has the rows of the plan's scorings in
+    plan order, `k` the largest asked for; a logprob is NaN where the logits were not finite.
     """
 
     step: int
     ids: array[int]  # u32 [num_sampled]
     logprobs: Logprobs | None = None
     failed: tuple[tuple[int, str], ...] = ()
+    scored: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +98,8 @@ class ModelInfo:
     """What a backend found out while loading.
 
     `bundle` is the packed tokenizer bundle (`protocol.bundle`). `num_blocks` is the size of the
-    KV block pool. `eos_ids` come from generation_config.json, then config.json.
+    KV block pool. `eos_ids` come from generation_config.json, then config.json. Without
+    `prefix_caching` no request starts from another one's blocks, whatever the operator asked.
     """
 
     digest: str
@@ -95,6 +111,7 @@ class ModelInfo:
     eos_ids: tuple[int, ...]
     generation_defaults: dict[str, object]
     bundle: bytes
+    prefix_caching: bool = True
 
 
 #: Called by `load` with (phase text, bytes done, bytes in all).

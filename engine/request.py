@@ -9,7 +9,9 @@ from __future__ import annotations
 import enum
 import math
 from array import array
+from dataclasses import replace
 
+from engine.plan import Scoring, SlotState
 from protocol import hashing
 from protocol.messages import Failure, Finished, FinishReason, Submit
 
@@ -32,7 +34,8 @@ class Request:
 
     `ids` are its known tokens, prompt first. `num_planned` positions are computed by steps that
     were planned, `num_computed` by steps that are committed too. `num_pending` tokens are being
-    sampled by steps in flight, so `len(ids) + num_pending` tokens exist, known or not.
+    sampled by steps in flight, so `len(ids) + num_pending` tokens exist, known or not. Prompt tokens
+    from position `next_scored` on have logprobs that are wanted and that no planned step makes.
     """
 
     __slots__ = (
@@ -44,6 +47,7 @@ class Request:
         "ids",
         "in_flight",
         "limit",
+        "next_scored",
         "num_cached",
         "num_computed",
         "num_pending",
@@ -69,6 +73,8 @@ class Request:
         self.ids: array[int] = submit.prompt_ids + submit.generated_ids
         self.num_prompt = len(submit.prompt_ids)
         self.limit = min(self.num_prompt + sampling.max_tokens, context_length)
+        first = submit.prompt_logprobs_from
+        self.next_scored = self.num_prompt if first < 0 else min(max(first, 1), self.num_prompt)
         self.stop_ids = frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_ids))
         #: Who goes first: lower priority values, then work that had begun before, then the older.
         self.order = (submit.priority, not submit.resume, sequence)
@@ -94,16 +100,52 @@ class Request:
         return len(self.ids) - self.num_prompt
 
     @property
-    def num_uncomputed(self) -> int:
-        """Positions that no planned step computes yet; 0 also when it is about to end by its limit."""
+    def is_scored(self) -> bool:
+        """Whether planned steps make all prompt logprobs that are wanted."""
+        return self.next_scored == self.num_prompt
+
+    @property
+    def num_to_compute(self) -> int:
+        """Positions to compute for the next token; for prompt logprobs alone when its limit allows none."""
         tokens = len(self.ids) + self.num_pending
-        return 0 if tokens >= self.limit else tokens - self.num_planned
+        if tokens < self.limit:
+            return tokens
+        return 0 if self.is_scored else self.num_prompt - 1
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Of those, how many no planned step computes yet."""
+        return max(0, self.num_to_compute - self.num_planned)
+
+    def score(self, start: int, end: int) -> Scoring | None:
+        """Plan the prompt logprobs that follow from positions `start` to `end - 1`."""
+        first, last = self.next_scored, min(end, self.num_prompt - 1)
+        if first > last:
+            return None
+        assert first > start, "a position whose logprobs are wanted was left out"
+        self.next_scored = last + 1
+        return Scoring(first, self.ids[first : last + 1], max(self.submit.sampling.prompt_logprobs or 0, 1))
 
     def extend_hashes(self, block_size: int) -> None:
         """Let `hashes` name all full blocks of the known tokens: block i by `hashes[i + 1]`, after the root."""
         hashes = self.hashes
         for start in range((len(hashes) - 1) * block_size, len(self.ids) - block_size + 1, block_size):
             hashes.append(hashing.extend(hashes[-1], self.ids[start : start + block_size]))
+
+    def slot_state(self) -> SlotState:
+        """What a runner has to know as the request enters its slot."""
+        sampling = self.submit.sampling
+        if sampling.logprobs == 0:
+            # The wire carries at least one alternative beside the token's own logprob.
+            sampling = replace(sampling, logprobs=1)
+        return SlotState(
+            slot=self.slot,
+            prompt_ids=self.ids[: self.num_prompt],
+            generated_ids=self.ids[self.num_prompt :],
+            sampling=sampling,
+            seed=self.submit.seed,
+            masked_until_min=tuple(sorted(self.stop_ids)) if sampling.min_tokens else (),
+        )
 
     def verdict(self) -> tuple[FinishReason, int | None] | None:
         """Reason and stop id if the last known token is the last of all, else None.

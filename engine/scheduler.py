@@ -10,16 +10,17 @@ tensors, nor what time it is.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.config import Resolved
-from engine.events import Ended, Entered, Event, Sampled
-from engine.plan import PlanEntry, SlotState, StepPlan, StepResult
+from engine.events import Ended, Entered, Event, Sampled, Scored
+from engine.plan import PlanEntry, Scoring, SlotState, StepPlan, StepResult
 from engine.prefix import PrefixCache
 from engine.request import Request, RequestKey, RequestState
-from protocol.messages import Admitted, ErrorCode, Failure, FinishReason, Submit, Totals
+from protocol.messages import Admitted, ErrorCode, Failure, FinishReason, Logprobs, Submit, Totals
 
 
 @dataclass(slots=True)
@@ -130,9 +131,11 @@ class Scheduler:
         insort(self._waiting, request, key=_order)
         if verdict := request.verdict():
             # Nothing left to generate: max_tokens 0, or a resumed choice that was complete.
-            reason, stop_id = verdict
-            self._end(request, reason, stop_id=stop_id)
-            return
+            if request.is_scored:
+                reason, stop_id = verdict
+                self._end(request, reason, stop_id=stop_id)
+                return
+            request.limit = len(request.ids)
         if submit.leader and submit.group is not None and self._prefix_caching:
             self._leaders[owner, submit.group] = request
         if submit.deadline_ms:
@@ -185,7 +188,7 @@ class Scheduler:
             newcomer = self._next_waiting()
             if newcomer is None or not self._enter(newcomer, now):
                 break
-            entered.append(_slot_state(newcomer))
+            entered.append(newcomer.slot_state())
             count = min(newcomer.num_uncomputed, budget)
             chosen.append((newcomer, self._entry(newcomer, count)))
             budget -= count
@@ -207,6 +210,7 @@ class Scheduler:
             ids=request.ids[start:end],
             new_blocks=tuple(request.blocks[request.num_told :]),
             sample=sample,
+            scoring=None if request.is_scored else request.score(start, end),
         )
         request.num_told = len(request.blocks)
         request.num_planned = end
@@ -244,14 +248,16 @@ class Scheduler:
         return None
 
     def _enter(self, request: Request, now: float) -> bool:
-        """Give a waiting request a slot and blocks for all its known tokens, if there are enough."""
-        size, num_known = self._block_size, len(request.ids)
+        """Give a waiting request a slot and blocks for all it has to compute, if there are enough."""
+        size, num_to_compute = self._block_size, request.num_to_compute
         hits: list[int] = []
-        if self._prefix_caching and request.submit.prompt_logprobs_from < 0:
+        if self._prefix_caching:
             request.extend_hashes(size)
-            # The last known token is always computed: its hidden state gives the next one.
-            hits = self._prefix.match(request.hashes[1 : 1 + (num_known - 1) // size])
-        num_new = -(-num_known // size) - len(hits)
+            # The last known token is always computed: its hidden state gives the next one. And so is all
+            # from the first wanted logprob on, which hangs on the hidden state before it.
+            most = (num_to_compute if request.is_scored else request.next_scored) - 1
+            hits = self._prefix.match(request.hashes[1 : 1 + most // size])
+        num_new = -(-num_to_compute // size) - len(hits)
         num_idle_hits = sum(map(self._pool.is_idle, hits))
         # A spare block for each running request, which may need it in the next steps: without it a
         # newcomer is often preempted as soon as it has entered.
@@ -284,13 +290,16 @@ class Scheduler:
         """Take the result of the oldest step in flight; all events since they were last taken."""
         assert plan.step == result.step == self.num_steps + 1, "steps commit in the order they were planned"
         failures = dict(result.failed)
-        row = 0
+        row = scored_row = 0
         for request, entry in self._in_flight.popleft():
+            scoring = entry.scoring
             if request.state is not RequestState.ENDED:
                 self._computed(request, entry.start + entry.count)
-                if entry.sample:
+                going_on = scoring is None or self._scored(request, scoring, scored_row, result.scored)
+                if entry.sample and going_on:
                     self._sampled(request, result.ids[row], row, failures.get(row))
             row += entry.sample
+            scored_row += 0 if scoring is None else len(scoring.ids)
             request.in_flight -= 1
             if request.in_flight == 0 and request.state is not RequestState.RUNNING:
                 self._leaving.remove(request)
@@ -309,6 +318,24 @@ class Scheduler:
                 self._prefix.insert(request.hashes[index + 1], request.blocks[index])
             if request.submit.leader and num_computed >= request.num_prompt:
                 self._unlead(request)
+
+    def _scored(self, request: Request, scoring: Scoring, row: int, scored: Logprobs | None) -> bool:
+        """Tell a prompt's logprobs, from row `row` on; False if the request ended by or with them."""
+        failure = None
+        if scored is None:
+            failure = Failure(ErrorCode.BAD_REQUEST, "This engine's backend gives no logprobs of prompts.")
+        elif math.isnan(sum(scored.own[row : row + len(scoring.ids)])):  # as soon as one is; none is +inf
+            failure = Failure(ErrorCode.INTERNAL, "the model's logits were not finite")
+        if failure is not None:
+            self._end(request, FinishReason.ERROR, error=failure)
+            return False
+        self._events.append(Scored(request, scoring, row))
+        is_last = scoring.first + len(scoring.ids) == request.num_prompt
+        if is_last and (verdict := request.verdict()):
+            reason, stop_id = verdict
+            self._end(request, reason, stop_id=stop_id)
+            return False
+        return True
 
     def _sampled(self, request: Request, token: int, row: int, failure: str | None) -> None:
         request.num_pending -= 1
@@ -368,18 +395,3 @@ def _group(request: Request) -> tuple[int, int]:
     """Key of its sibling group; no leader has the key of those without a group."""
     group = request.submit.group
     return request.owner, -1 if group is None else group
-
-
-def _slot_state(request: Request) -> SlotState:
-    sampling = request.submit.sampling
-    if sampling.logprobs == 0:
-        # The wire carries at least one alternative beside the token's own logprob.
-        sampling = replace(sampling, logprobs=1)
-    return SlotState(
-        slot=request.slot,
-        prompt_ids=request.ids[: request.num_prompt],
-        generated_ids=request.ids[request.num_prompt :],
-        sampling=sampling,
-        seed=request.submit.seed,
-        masked_until_min=tuple(sorted(request.stop_ids)) if sampling.min_tokens else (),
-    )

@@ -114,6 +114,7 @@ class FakeRunner:
         if len({entry.slot for entry in plan.entries}) != len(plan.entries):
             raise PlanError(f"step {plan.step}: a slot is planned twice")
         slots = [self._compute(plan.step, entry) for entry in plan.entries]
+        scored = self._score(plan, slots)
         sampling = [slot for slot, entry in zip(slots, plan.entries, strict=True) if entry.sample]
         ids = array(U32)
         for slot in sampling:
@@ -122,7 +123,8 @@ class FakeRunner:
             ids.append(token)
         now = time.monotonic()
         self._busy_until = max(now, self._busy_until) + self._step_s + self._token_s * plan.num_tokens
-        result = StepResult(plan.step, ids, _logprobs(ids, [slot.entered.sampling for slot in sampling]))
+        logprobs = _logprobs(ids, [slot.entered.sampling for slot in sampling])
+        result = StepResult(plan.step, ids, logprobs, scored=scored)
         self._launched.append(_Launched(result, plan.num_tokens, self._busy_until))
 
     def collect(self) -> StepResult:
@@ -182,6 +184,27 @@ class FakeRunner:
         offset = position % self._block_size
         return content[offset] if offset < len(content) else 0
 
+    def _score(self, plan: StepPlan, slots: list[_Slot]) -> Logprobs | None:
+        """Prompt logprobs: the token's own hangs on the fake KV before it, as read from the pool."""
+        pairs = zip(slots, plan.entries, strict=True)
+        scorings = [(slot, entry.scoring) for slot, entry in pairs if entry.scoring is not None]
+        if not scorings:
+            return None
+        k = max(scoring.k for _, scoring in scorings)
+        rows = Logprobs(k, array("f"), array(U32), array(U32), array("f"))
+        for slot, scoring in scorings:
+            if scoring.ids != slot.entered.prompt_ids[scoring.first : scoring.first + len(scoring.ids)]:
+                raise PlanError(f"step {plan.step}: slot {slot.entered.slot} has no such prompt at {scoring.first}")
+            if scoring.first + len(scoring.ids) > len(slot.states) + 1:
+                raise PlanError(f"step {plan.step}: slot {slot.entered.slot} scores what is not computed")
+            for position, token in enumerate(scoring.ids, scoring.first):
+                word = splitmix64(self._read(slot, position - 1))
+                rows.own.append(-1.0 - (word % 4096) / 256)
+                rows.rank.append(k + 1)
+                rows.top_ids.extend((token + i) % VOCAB_SIZE for i in range(1, k + 1))
+                rows.top.extend(-0.25 * i for i in range(1, k + 1))
+        return rows
+
     def _sample(self, slot: _Slot) -> int:
         """The token after the slot's last position."""
         entered, sampling = slot.entered, slot.entered.sampling
@@ -190,6 +213,7 @@ class FakeRunner:
             word ^= splitmix64(entered.seed & _MASK64)
         word = splitmix64(word)
         barred = {token for token, bias in sampling.logit_bias if bias <= -_DECISIVE_BIAS}
+        barred |= _completing(sampling.bad_words, slot.ids[len(entered.prompt_ids) :])
         if len(slot.ids) - len(entered.prompt_ids) < sampling.min_tokens:
             barred.update(entered.masked_until_min)
         forced = tuple(token for token, bias in sampling.logit_bias if bias >= _DECISIVE_BIAS)
@@ -202,6 +226,12 @@ class FakeRunner:
             candidates = tuple(token for token in candidates if token not in barred)
             candidates = candidates or tuple(token for token in range(VOCAB_SIZE) if token not in barred)
         return candidates[word % len(candidates)]
+
+
+def _completing(words: tuple[tuple[int, ...], ...], generated: array[int]) -> set[int]:
+    """Ids that would complete one of `words`."""
+    known = tuple(generated)
+    return {word[-1] for word in words if len(word) == 1 or known[1 - len(word) :] == word[:-1]}
 
 
 def _logprobs(ids: array[int], asked: list[SamplingParams]) -> Logprobs | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import torch
 
+from engine.device.columns import u32_column
 from engine.device.inputs import InputBuilder
 from engine.device.kv import KVLayout
-from engine.device.sampler import Sampler, u32_column
+from engine.device.sampler import Sampler
+from engine.device.scoring import ScoredRows, score
 from engine.models.decoder import Decoder
 from engine.plan import StepPlan, StepResult
 
@@ -41,9 +44,15 @@ class ModelRunner:
         for state in plan.entered:
             self._sampler.enter(state)
         inputs = self._inputs.build(plan)
-        hidden = self._model.hidden(inputs.batch, self._caches)
-        if not len(inputs.slots):
-            return StepResult(plan.step, u32_column(torch.empty(0)))
-        sampled = self._sampler.sample(self._model.logits(hidden), inputs.slots, inputs.positions)
+        batch, num_sampled = inputs.batch, len(inputs.slots)
+        scored = ScoredRows.of(plan)
+        if scored is not None:
+            assert batch.sampled is not None
+            batch = replace(batch, sampled=torch.cat((batch.sampled, scored.rows)))
+        hidden = self._model.hidden(batch, self._caches)
+        scores = None if scored is None else score(self._model.logits, hidden[num_sampled:], scored)
+        if not num_sampled:
+            return StepResult(plan.step, u32_column(torch.empty(0)), scored=scores)
+        sampled = self._sampler.sample(self._model.logits(hidden[:num_sampled]), inputs.slots, inputs.positions)
         self._inputs.remember(inputs.slots, sampled.ids)
-        return StepResult(plan.step, u32_column(sampled.ids), sampled.logprobs, sampled.failed)
+        return StepResult(plan.step, u32_column(sampled.ids), sampled.logprobs, sampled.failed, scores)

@@ -6,7 +6,6 @@ operator that picks the token; the others touch only the columns they name.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,13 +15,15 @@ import torch
 from torch import Tensor
 
 import kernels
+from engine.device.bad_words import BadWords
+from engine.device.columns import f32_column, u32_column
 from engine.device.penalties import TokenCounts
 from engine.plan import SlotState
-from protocol.messages import F32, U32, Logprobs
+from protocol.messages import Logprobs
 from protocol.sampling import SamplingParams
 
 _NOT_FINITE = "the model's logits were not finite"
-_NONE_ALLOWED = "allowed_token_ids, logit_bias and min_tokens together leave no token to sample"
+_NONE_ALLOWED = "allowed_token_ids, bad_words, logit_bias and min_tokens together leave no token to sample"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +46,7 @@ class _SlotRules:
     allowed: npt.NDArray[np.int64]
     masked_until_min: npt.NDArray[np.int64]
     counts: TokenCounts | None
+    bad_words: BadWords | None
 
     @classmethod
     def of(cls, state: SlotState) -> _SlotRules:
@@ -61,10 +63,12 @@ class _SlotRules:
             allowed=np.unique(np.array(params.allowed_token_ids, np.int64)),
             masked_until_min=np.array(state.masked_until_min, np.int64),
             counts=TokenCounts(state.prompt_ids, state.generated_ids) if penalised else None,
+            bad_words=BadWords(params.bad_words, state.generated_ids) if params.bad_words else None,
         )
 
     def changes_logits(self, position: int) -> bool:
-        return bool(len(self.bias_ids) or len(self.allowed) or self.counts is not None) or self.masks_ends(position)
+        changes = len(self.bias_ids) or len(self.allowed) or self.counts is not None or self.bad_words is not None
+        return bool(changes) or self.masks_ends(position)
 
     def masks_ends(self, position: int) -> bool:
         """Whether the token at `position` comes before `min_tokens` are generated."""
@@ -121,6 +125,8 @@ class Sampler:
         for rule, token_id in zip(rules, ids.tolist(), strict=True):
             if rule.counts is not None:
                 rule.counts.add(token_id)
+            if rule.bad_words is not None:
+                rule.bad_words.add(token_id)
         return Sampled(ids, _logprobs(raw, ids, rules, asked) if asked else None, failed)
 
     def _slot_rules(self, slot: int) -> _SlotRules:
@@ -133,7 +139,9 @@ class Sampler:
 
 
 def _apply(logits: Tensor, rows: Sequence[tuple[int, _SlotRules, int]]) -> None:
-    """Bias, allowed ids, penalties and the mask before min_tokens, in place, on (row, rules, position)."""
+    """Bias, allowed ids, penalties and the masks of bad words and before min_tokens, in place, on
+    (row, rules, position).
+    """
     width = logits.shape[1]
     flat = logits.view(-1)
     biased = [(row, rules) for row, rules, _ in rows if len(rules.bias_ids)]
@@ -149,9 +157,10 @@ def _apply(logits: Tensor, rows: Sequence[tuple[int, _SlotRules, int]]) -> None:
     penalised = [(row, rules.params, rules.counts) for row, rules, _ in rows if rules.counts is not None]
     if penalised:
         _penalise(flat, width, penalised)
-    early = [(row, rules.masked_until_min) for row, rules, position in rows if rules.masks_ends(position)]
-    if early:
-        flat[_cells(width, early)] = -torch.inf
+    masked = [(row, rules.masked_until_min) for row, rules, position in rows if rules.masks_ends(position)]
+    masked += [(row, rules.bad_words.barred) for row, rules, _ in rows if rules.bad_words is not None]
+    if masked:
+        flat[_cells(width, masked)] = -torch.inf
 
 
 def _penalise(flat: Tensor, width: int, rows: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> None:
@@ -171,7 +180,7 @@ def _penalise(flat: Tensor, width: int, rows: Sequence[tuple[int, SamplingParams
 
 
 def _cells(width: int, rows: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Tensor:
-    """Flat indexes of (row, ids) in logits of `width` columns. No cell comes twice."""
+    """Flat indexes of (row, ids) in logits of `width` columns."""
     return torch.from_numpy(np.concatenate([ids + row * width for row, ids in rows]))
 
 
@@ -193,13 +202,4 @@ def _logprobs(raw: Tensor, ids: Tensor, rules: Sequence[_SlotRules], asked: Sequ
     rank = torch.zeros(num_rows, dtype=torch.int64).index_copy(0, index, found.rank)
     top_ids = torch.zeros((num_rows, k), dtype=torch.int64).index_copy(0, index, found.top_ids)
     top = torch.zeros((num_rows, k)).index_copy(0, index, found.top)
-    return Logprobs(k, _f32(own), u32_column(rank), u32_column(top_ids), _f32(top))
-
-
-def u32_column(values: Tensor) -> array[int]:
-    """Non-negative int64 values of any shape as one u32 column."""
-    return array(U32, values.numpy().astype(np.uint32).tobytes())
-
-
-def _f32(values: Tensor) -> array[float]:
-    return array(F32, values.numpy().tobytes())
+    return Logprobs(k, f32_column(own), u32_column(rank), u32_column(top_ids), f32_column(top))

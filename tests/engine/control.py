@@ -7,14 +7,14 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
-from engine.backends.fake import FakeRunner
+from engine.backends.fake import FakeRunner, mix
 from engine.config import EngineConfig, Resolved, resolve
-from engine.events import Ended, Entered, Event, Sampled
-from engine.plan import StepPlan
+from engine.events import Ended, Entered, Event, Sampled, Scored
+from engine.plan import StepPlan, StepResult
 from engine.request import RequestKey
 from engine.scheduler import Scheduler
-from protocol.messages import U16, Finished, Submit, u32
-from protocol.sampling import SamplingParams
+from protocol.messages import U16, Finished, Logprobs, Submit, u32
+from protocol.sampling import SamplingParams, splitmix64
 
 OWNER = 1
 
@@ -44,6 +44,7 @@ class Heard:
 
     entered: list[Entered] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: dict[int, float] = field(default_factory=dict)  # by position
     finished: list[Finished] = field(default_factory=list)
 
 
@@ -80,7 +81,8 @@ class Driver:
             self._in_flight.append(plan)
         busy = bool(self._in_flight)
         if busy and (plan is None or len(self._in_flight) == self.runner.max_in_flight):
-            self.hear(self.scheduler.commit(self._in_flight.popleft(), self.runner.collect()))
+            result = self.runner.collect()
+            self.hear(self.scheduler.commit(self._in_flight.popleft(), result), result)
         self.scheduler.check()
         return busy
 
@@ -90,7 +92,7 @@ class Driver:
             pass
         assert not self.scheduler.has_requests
 
-    def hear(self, events: list[Event]) -> None:
+    def hear(self, events: list[Event], result: StepResult | None = None) -> None:
         for event in events:
             match event:
                 case Entered(owner=owner, message=message):
@@ -100,8 +102,29 @@ class Driver:
                     assert not heard.finished, "a token after the end"
                     assert index == len(heard.tokens), "a token is repeated or skipped"
                     heard.tokens.append(token)
+                case Scored(request=request, scoring=scoring, row=row):
+                    assert result is not None
+                    _hear_scored(self.heard[request.key], scoring.first, len(scoring.ids), row, result.scored)
                 case Ended(owner=owner, message=message):
                     self.heard[owner, message.handle].finished.append(message)
+
+
+def _hear_scored(heard: Heard, first: int, count: int, row: int, scored: Logprobs | None) -> None:
+    assert scored is not None
+    assert not heard.tokens, "a prompt's logprobs after a token"
+    assert not heard.finished, "a prompt's logprobs after the end"
+    assert not heard.prompt_logprobs or first == max(heard.prompt_logprobs) + 1, "one is repeated or skipped"
+    heard.prompt_logprobs.update(zip(range(first, first + count), scored.own[row : row + count], strict=True))
+
+
+def fake_prompt_logprobs(prompt: bytes, first: int = 1) -> dict[int, float]:
+    """What the fake backend gives for the prompt's tokens from position `first` on."""
+    expected, state = {}, 0
+    for position, token in enumerate(prompt[:-1], 1):
+        state = mix(state, token)
+        if position >= first:
+            expected[position] = -1.0 - (splitmix64(state) % 4096) / 256
+    return expected
 
 
 def alone(message: Submit, *, mean_length: int = 0) -> array[int]:

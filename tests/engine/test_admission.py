@@ -18,7 +18,6 @@ RESOLVED = Driver(max_model_len=100, fake_num_blocks=5).resolved
         ({"grammar": Grammar("regex", "a*")}, ErrorCode.BAD_REQUEST, "This engine does not support grammar."),
         ({"adapter": "x"}, ErrorCode.BAD_REQUEST, "does not support adapter."),
         ({"pooling": Pooling.MEAN, "adapter": "x"}, ErrorCode.BAD_REQUEST, "does not support adapter, pooling."),
-        ({"prompt_logprobs_from": 0}, ErrorCode.BAD_REQUEST, "does not support prompt_logprobs_from."),
         ({"expect_digest": "abc"}, ErrorCode.DIGEST_MISMATCH, "expect_digest is abc; this engine's digest is "),
         ({"expect_numerics": "abc"}, ErrorCode.NUMERICS_MISMATCH, "expect_numerics is abc; this engine's numerics is "),
         (

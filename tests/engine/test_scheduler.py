@@ -117,13 +117,6 @@ def test_without_prefix_caching_nothing_is_found():
     assert again.entered[0].message.cached_tokens == 0
 
 
-def test_prompt_logprobs_do_not_read_the_cache_but_fill_it():
-    driver = Driver()
-    messages = [submit(i, b"x" * 64, max_tokens=1, prompt_logprobs_from=first) for i, first in enumerate([0, 0, -1])]
-    heard = one_after_another(driver, *messages)
-    assert [h.entered[0].message.cached_tokens for h in heard] == [0, 0, 48]
-
-
 @DEPTHS
 def test_preempted_requests_get_the_tokens_they_get_alone(depth):
     # Eight requests of five or six blocks at their longest; the pool holds three or four of them.

@@ -87,10 +87,12 @@ def _main(folder: Path) -> None:
 
 
 def _golden(model: object) -> dict[str, object]:
-    """Greedy ids for each prompt, and the logprobs after the first four prompts."""
+    """Greedy ids and the logprobs of the prompt's own tokens for each prompt, and the logprobs of all
+    tokens after the first four prompts.
+    """
     import torch
 
-    ids, logprobs = [], []
+    ids, logprobs, prompt_logprobs = [], [], []
     with torch.no_grad():
         for number in range(len(PROMPT_LENGTHS)):
             tokens = torch.tensor([prompt(number)])
@@ -102,10 +104,11 @@ def _golden(model: object) -> dict[str, object]:
                 do_sample=False,
             )
             ids.append(out[0, tokens.shape[1] :].tolist())
+            every = model(tokens).logits[0].log_softmax(-1)  # type: ignore[operator]
+            prompt_logprobs.append(every[:-1].gather(1, tokens[0, 1:, None]).flatten().tolist())
             if number < 4:
-                logits = model(tokens).logits[0, -1]  # type: ignore[operator]
-                logprobs.append(logits.log_softmax(-1).tolist())
-    return {"ids": ids, "logprobs": logprobs}
+                logprobs.append(every[-1].tolist())
+    return {"ids": ids, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
 
 
 def _write_tokenizer(folder: Path) -> None:

@@ -15,7 +15,7 @@ from engine.core import EngineCore
 from engine.events import Delivery
 from engine.inbox import Inbox, Submitted
 from engine.metrics import EngineMetrics
-from protocol.messages import Admitted, Finished, Step, Submit, u32
+from protocol.messages import Admitted, Finished, Logprobs, PromptLogprobs, Step, Submit, u32
 from protocol.sampling import SamplingParams
 from tests.engine.tiny_models import PROMPT_LENGTHS, prompt
 from tests.engine.torch_runners import no_progress
@@ -23,12 +23,18 @@ from tests.engine.torch_runners import no_progress
 pytestmark = pytest.mark.timeout(300)
 
 NUM_NEW = 72
+NUM_TOP = 5
+
+
+#: A token's own logprob and rank, and its alternatives' ids and logprobs.
+Row = tuple[float, int, tuple[int, ...], tuple[float, ...]]
 
 
 @dataclass
 class Answer:
     ids: list[int] = field(default_factory=list)
-    logprobs: list[tuple[float, tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
+    logprobs: list[Row] = field(default_factory=list)
+    prompt_logprobs: list[Row] = field(default_factory=list)
     reason: str = ""
     num_cached: int = 0
 
@@ -40,9 +46,16 @@ def submit(number: int) -> Submit:
         frequency_penalty=(0.0, 0.3, 0.0)[number % 3],
         min_tokens=40 + number % 4,
         logprobs=2,
+        prompt_logprobs=3 if number % 2 else None,
+        bad_words=((60,), (61, 62)) if number % 4 == 3 else (),
     )
     return Submit(
-        handle=number, request_id=f"r{number}", prompt_ids=u32(prompt(number)), sampling=sampling, seed=number
+        handle=number,
+        request_id=f"r{number}",
+        prompt_ids=u32(prompt(number)),
+        sampling=sampling,
+        seed=number,
+        prompt_logprobs_from=1 if number % 2 else -1,
     )
 
 
@@ -78,6 +91,10 @@ class Loop:
             match message:
                 case Admitted():
                     answers[message.handle].num_cached = message.cached_tokens
+                case PromptLogprobs():
+                    answer = answers[message.handle]
+                    assert not answer.ids
+                    answer.prompt_logprobs += _rows(message.logprobs)
                 case Step():
                     _read(message, answers)
                 case Finished():
@@ -87,12 +104,18 @@ class Loop:
 
 
 def _read(step: Step, answers: dict[int, Answer]) -> None:
-    columns = step.logprobs
-    assert columns is not None
-    for row, (handle, token) in enumerate(zip(step.handles, step.ids, strict=True)):
-        top = slice(row * columns.k, (row + 1) * columns.k)
+    assert step.logprobs is not None
+    for handle, token, row in zip(step.handles, step.ids, _rows(step.logprobs), strict=True):
         answers[handle].ids.append(token)
-        answers[handle].logprobs.append((columns.own[row], tuple(columns.top_ids[top]), tuple(columns.top[top])))
+        answers[handle].logprobs.append(row)
+
+
+def _rows(columns: Logprobs) -> list[Row]:
+    def row(number: int) -> Row:
+        top = slice(number * columns.k, (number + 1) * columns.k)
+        return columns.own[number], columns.rank[number], tuple(columns.top_ids[top]), tuple(columns.top[top])
+
+    return [row(number) for number in range(len(columns.own))]
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +161,7 @@ def test_a_prefix_hit_changes_nothing(tiny_models: Path, submits: list[Submit], 
     again = loop.run(submits)
     same(again, alone)
     assert {handle: answer.num_cached for handle, answer in again.items()} == {
-        number: (length - 1) // 16 * 16 for number, length in enumerate(PROMPT_LENGTHS)
+        number: 0 if number % 2 else (length - 1) // 16 * 16 for number, length in enumerate(PROMPT_LENGTHS)
     }
 
 
@@ -146,10 +169,51 @@ def test_resumed_in_the_middle(tiny_models: Path, submits: list[Submit], alone: 
     loop = Loop(tiny_models / "llama_head_dim", max_model_len=400)
     cut = [min(5, len(alone[message.handle].ids) - 1) for message in submits]
     rest = [
-        dataclasses.replace(message, generated_ids=u32(alone[message.handle].ids[:at]), resume=True)
+        dataclasses.replace(
+            message, generated_ids=u32(alone[message.handle].ids[:at]), resume=True, prompt_logprobs_from=-1
+        )
         for message, at in zip(submits, cut, strict=True)
     ]
     found = loop.run(rest)
     for message, at in zip(submits, cut, strict=True):
         assert found[message.handle].ids == alone[message.handle].ids[at:]
         assert found[message.handle].logprobs == alone[message.handle].logprobs[at:]
+
+
+def test_prompt_logprobs_equal_transformers(tiny_models: Path, submits: list[Submit], golden: dict) -> None:
+    """Scored alone (max_tokens 0), in slices of 64 rows: the log-softmax of transformers' float32 logits."""
+    loop = Loop(tiny_models / "llama_head_dim", max_model_len=400)
+    scored = [
+        dataclasses.replace(
+            message, sampling=SamplingParams(max_tokens=0, prompt_logprobs=NUM_TOP), prompt_logprobs_from=0
+        )
+        for message in submits
+    ]
+    found = loop.run(scored)
+    for number, expected in enumerate(golden["llama_head_dim"]["prompt_logprobs"]):
+        rows, ids = found[number].prompt_logprobs, prompt(number)
+        assert [row[0] for row in rows] == pytest.approx(expected, abs=1e-4)
+        for token, (own, rank, top_ids, top) in zip(ids[1:], rows, strict=True):
+            assert list(top) == sorted(top, reverse=True)
+            if rank <= NUM_TOP:
+                assert (top_ids[rank - 1], top[rank - 1]) == (token, own)
+            else:
+                assert own <= top[-1]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 17, 40, 64])
+def test_prompt_logprobs_go_on_after_a_kill(
+    tiny_models: Path, submits: list[Submit], alone: dict[int, Answer], cut: int
+) -> None:
+    loop = Loop(tiny_models / "llama_head_dim", max_model_len=400)
+    rest = [
+        dataclasses.replace(message, prompt_logprobs_from=cut, resume=True)
+        for message in submits
+        if message.prompt_logprobs_from >= 0
+    ]
+    found = loop.run(rest)
+    for message in rest:
+        expected = alone[message.handle]
+        answer = found[message.handle]
+        assert (answer.ids, answer.logprobs) == (expected.ids, expected.logprobs)
+        assert answer.prompt_logprobs == expected.prompt_logprobs[cut - 1 :]

@@ -125,5 +125,7 @@ def test_a_broken_row_fails_alone(case: Case) -> None:
     broken = replace(sequence(0), sampling=SamplingParams(max_tokens=1, min_tokens=1, allowed_token_ids=(2, 11)))
     together = [sequence(1), broken, sequence(2)]
     case.driver.run(together)
-    assert broken.failures == ["allowed_token_ids, logit_bias and min_tokens together leave no token to sample"]
+    assert broken.failures == [
+        "allowed_token_ids, bad_words, logit_bias and min_tokens together leave no token to sample"
+    ]
     assert results([together[0], together[2]]) == case.alone[1:3]

@@ -1,12 +1,26 @@
-"""The front door: the console script `sluicegate`. A command's code is imported when it is called."""
+"""The front door: the console script `sluicegate`, and `from sluicegate import LLM, SamplingParams`.
+
+A command's code is imported when it is called, a name's when it is asked for.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from protocol.version import VERSION
+
+if TYPE_CHECKING:
+    from gateway.offline import LLM as LLM
+    from gateway.offline import EngineError as EngineError
+    from gateway.offline import RequestOutput as RequestOutput
+    from gateway.offline import SamplingParams as SamplingParams
+
+#: The Python interface; all of it is in this module.
+_OFFLINE = "gateway.offline"
+__all__ = ["LLM", "EngineError", "RequestOutput", "SamplingParams", "main"]
 
 #: Command, where its `main(argv) -> int` is, and what it does.
 COMMANDS = {
@@ -15,6 +29,12 @@ COMMANDS = {
     "gateway": ("gateway.__main__:main", "speak OpenAI's HTTP and pass the work on to engines"),
     "bench": ("loadtest.__main__:main", "put load on a server that speaks OpenAI's HTTP and measure it"),
 }
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        return getattr(importlib.import_module(_OFFLINE), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

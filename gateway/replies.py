@@ -54,14 +54,7 @@ class Reply:
         self._options = options
         self._generation = generation
         self._num_prompts = num_prompts
-        # Stop strings that went to the engine as ids come back as strings.
-        own_ids = options.sampling.get("stop_token_ids") or ()
-        assert isinstance(own_ids, tuple)
-        self._stop_strings = {
-            token: stop
-            for stop in options.stop
-            if (token := tokenizer.special_id(stop)) is not None and token not in own_ids
-        }
+        self._stop_strings = stop_strings(options, tokenizer)
         self._head = {
             "id": shape.id_prefix + uuid.uuid4().hex,
             "object": shape.chunk_object if options.stream else shape.whole_object,
@@ -236,6 +229,17 @@ class CompletionReply(Reply):
 
     def _logprobs(self, delta: Delta) -> dict[str, object] | None:
         return None if delta.logprobs is None else self._formats[delta.index].of(delta)
+
+
+def stop_strings(options: Options, tokenizer: Tokenizer) -> dict[int, str]:
+    """Stop strings that went to the engine as ids: they come back as strings."""
+    own_ids = options.sampling.get("stop_token_ids") or ()
+    assert isinstance(own_ids, tuple)
+    return {
+        token: stop
+        for stop in options.stop
+        if (token := tokenizer.special_id(stop)) is not None and token not in own_ids
+    }
 
 
 def _finish_reason(delta: Delta) -> str:

@@ -41,8 +41,12 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from protocol.logs import LogFormat, LogLevel
+from protocol.process import Parent
 
 ENV_PREFIX = "SLUICEGATE_"
+
+#: The word by which a supervisor names the pipe to it (`protocol.supervisor`).
+_PARENT_PIPE = "--parent-pipe="
 
 #: How alike two names must be (difflib ratio) for one to be offered in place of the other.
 _NEAR = 0.6
@@ -123,6 +127,8 @@ class Settings(BaseModel):
             return cls.load(argv, os.environ, prog=prog)
         except SettingsError as error:
             sys.stderr.write(f"{prog}: {error}\nSee `{prog} --help`.\n")
+            if pipes := [word for word in argv if word.startswith(_PARENT_PIPE)]:
+                Parent.attach(int(pipes[-1].removeprefix(_PARENT_PIPE))).give_up(str(error))
             raise SystemExit(2) from None
 
     def to_argv(self, program: type[Settings]) -> list[str]:

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "loadtest": {"loadtest"},
     "gateway": {"gateway", "protocol"},
     "engine": {"engine", "protocol", "kernels"},
-    "sluicegate": {"protocol"},
+    "sluicegate": {"gateway", "protocol"},  # the former for type checkers alone
     "sluicegate_serve": {"engine", "gateway", "protocol"},
 }
 
@@ -102,7 +102,7 @@ def test_imports_keep_to_the_rules(path: Path) -> None:
         if top in ONLY_IN:
             assert name_of(path) in ONLY_IN[top], f"{top} is imported in {sorted(ONLY_IN[top])} alone"
         if top == "transformers" and package == "engine":
-            assert name_of(path) == "engine/backends/transformers.py"
+            assert name_of(path).startswith("engine/backends/transformers")
 
 
 @pytest.mark.parametrize("path", [path for path in sources() if is_control_plane(path)], ids=name_of)
@@ -112,7 +112,7 @@ def test_the_control_plane_reaches_no_device(path: Path) -> None:
         assert top not in {"torch", "triton", "kernels", "safetensors"}, module
         if top == "engine":
             assert rest.partition(".")[0] not in DEVICE_FOLDERS, module
-            assert not rest.startswith("backends.torch_runner"), module
+            assert not rest.startswith(("backends.torch_runner", "backends.transformers")), module
 
 
 @pytest.mark.parametrize("path", sources(), ids=name_of)

@@ -1,0 +1,394 @@
+"""`LLM` as a user's program meets it: its answers are a server's, and its engine comes and goes with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sluicegate
+from gateway.offline import LLM, EngineError, RequestOutput, SamplingParams
+from tests.processes import ROOT, Engine, Server, command_line
+
+#: The tests' own environment, not the user's.
+pytestmark = pytest.mark.timeout(120)
+
+
+def engines_of(pid: int) -> list[int]:
+    """Engines that a process has started, from whichever of its threads."""
+    lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    children = [int(child) for listed in lists for child in listed]
+    return [child for child in children if "engine" in command_line(child)[:6]]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while is_running(pid):
+        assert time.monotonic() < deadline, f"{pid} is still there"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with LLM("fake", backend="fake", cache_dir=tmp_path_factory.mktemp("cache")) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def slow_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of engine options with which a token takes 10 ms."""
+    path = tmp_path_factory.mktemp("config") / "engine.toml"
+    path.write_text("fake_step_ms = 10.0\n")
+    return path
+
+
+def texts(outputs: list[RequestOutput]) -> list[list[str]]:
+    return [[completion.text for completion in output.outputs] for output in outputs]
+
+
+# --- the shape of answers ------------------------------------------------------------------------
+
+
+def test_prompts_in_every_form(llm: LLM) -> None:
+    params = SamplingParams(seed=1, max_tokens=5)
+    (one,) = llm.generate("hello", params)
+    assert (one.prompt, one.prompt_token_ids, one.finished) == ("hello", list(b"hello"), True)
+    assert one.prompt_logprobs is None
+    (completion,) = one.outputs
+    assert (completion.index, completion.finish_reason, completion.stop_reason) == (0, "length", None)
+    assert completion.text.encode() == bytes(completion.token_ids)
+    assert len(completion.token_ids) == 5
+    assert (completion.logprobs, completion.cumulative_logprob) == (None, None)
+    others = llm.generate(["hello", {"prompt": "hello"}, {"prompt_token_ids": list(b"hello")}], params)
+    others += llm.generate({"prompt_token_ids": np.frombuffer(b"hello", np.uint8)}, params)
+    assert [output.outputs for output in others] == [one.outputs] * 4
+    assert [output.prompt for output in others] == ["hello", "hello", None, None]
+    assert len({output.request_id for output in [one, *others]}) == 5
+    assert llm.generate([], params) == []
+
+
+def test_parameters_for_all_or_one_each(llm: LLM) -> None:
+    each = [SamplingParams(seed=1, max_tokens=3, n=2), SamplingParams(temperature=0, max_tokens=7)]
+    first, second = llm.generate(["a", "b"], each)
+    assert [[len(c.token_ids) for c in output.outputs] for output in (first, second)] == [[3, 3], [7]]
+    assert [c.index for c in first.outputs] == [0, 1]
+    assert llm.generate("a", each[0])[0].outputs == first.outputs
+    with pytest.raises(ValueError, match="one for each of 3 prompts; got 2"):
+        llm.generate(["a", "b", "c"], each)
+
+
+def test_more_prompts_than_the_engine_takes_at_once(llm: LLM) -> None:
+    prompts = [f"prompt {number}" for number in range(300)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+    assert texts(outputs[:3]) == [
+        texts(llm.generate(p, SamplingParams(temperature=0, max_tokens=3)))[0] for p in prompts[:3]
+    ]
+
+
+def test_max_tokens_none_fills_the_context(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    by_text, by_ids = llm.generate(["x" * 8000, {"prompt_token_ids": [120] * 8000}], params)
+    assert len(by_text.outputs[0].token_ids) == len(by_ids.outputs[0].token_ids) == 192
+    with pytest.raises(ValueError, match=r"prompts\[0\]: This model's context length is 8192 tokens"):
+        llm.generate("x" * 9000, params)
+
+
+def test_logprobs_have_the_token_first_and_then_the_likeliest(llm: LLM) -> None:
+    (output,) = llm.generate("a", SamplingParams(temperature=0, max_tokens=2, logprobs=2))
+    (completion,) = output.outputs
+    assert completion.logprobs is not None
+    for token, position in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert list(position) == [token, token + 1]
+        assert (position[token].logprob, position[token].rank) == (-0.5, 1)
+        assert (position[token + 1].logprob, position[token + 1].rank) == (-1.0, 2)
+        assert position[token].decoded_token == chr(token)
+    assert completion.cumulative_logprob == -1.0
+
+
+def test_stop_strings_and_ids(llm: LLM) -> None:
+    (whole,) = texts(llm.generate("stop", SamplingParams(temperature=0, max_tokens=20)))[0]
+    params = SamplingParams(temperature=0, max_tokens=20, stop=[whole[5:7]])
+    (cut,) = llm.generate("stop", params)[0].outputs
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (whole[: whole.index(whole[5:7])], "stop", whole[5:7])
+    kept = SamplingParams(temperature=0, max_tokens=20, stop=whole[5:7], include_stop_str_in_output=True)
+    assert llm.generate("stop", kept)[0].outputs[0].text == cut.text + whole[5:7]
+    by_id = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[ord(whole[3])])
+    (ended,) = llm.generate("stop", by_id)[0].outputs
+    assert (ended.text, ended.stop_reason) == (whole[: whole.index(whole[3])], ord(whole[3]))
+    # A special token as a stop string is looked for by its id, and told as it was given.
+    special = SamplingParams(temperature=0, stop="<|endoftext|>", allowed_token_ids=[256])
+    assert llm.generate("stop", special)[0].outputs[0].stop_reason == "<|endoftext|>"
+
+
+def test_seeds_follow_from_the_llms_own_or_are_drawn(tmp_path: Path) -> None:
+    def generated(seed: int | None) -> list[list[str]]:
+        with LLM("fake", backend="fake", seed=seed, cache_dir=tmp_path) as llm:
+            return texts(llm.generate(["a", "a"], SamplingParams(n=2)))
+
+    first = generated(7)
+    assert generated(7) == first
+    assert len({text for output in first for text in output}) == 4
+    assert generated(None) != first
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: LLM("m", max_model_length=3),
+            r"LLM\(\) has no argument 'max_model_length'; did you mean 'max_model_len'\?",
+        ),
+        (lambda: SamplingParams(temprature=1), "did you mean 'temperature'"),
+        (lambda: SamplingParams(xyzzy=1), "it takes n, presence_penalty"),
+    ],
+)
+def test_an_unknown_argument_names_the_nearest(call: Callable[[], object], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        call()
+
+
+def test_unknown_arguments_of_methods(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="did you mean 'sampling_params'"):
+        llm.generate("a", sampling_param=SamplingParams())  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"prompts\[1\] must be a string, .* got 3"):
+        llm.generate(["a", 3])  # type: ignore[list-item]
+    for prompt in ({"prompt": ["a", "b"]}, {"prompt_token_ids": ["a"]}, {"prompt_token_ids": 5}, {"text": "a"}, {}):
+        with pytest.raises(TypeError, match=r"prompts\[0\] must be a string, "):
+            llm.generate(prompt)
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 cannot be had: one device is used"),
+        ({"quantization": "fp8"}, "quantization='fp8' cannot be had"),
+        ({"tokenizer": "other"}, "tokenizer='other' cannot be had"),
+        ({"trust_remote_code": True}, "is never run"),
+    ],
+)
+def test_an_option_that_cannot_be_had(option: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        LLM("m", **option)
+
+
+def test_values_out_of_range_name_the_prompt_and_the_field(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"prompts\[1\]: temperature must be at least 0 and at most 2, got 9"):
+        llm.generate(["a", "b"], [SamplingParams(), SamplingParams(temperature=9)])
+    with pytest.raises(ValueError, match=r"prompts\[0\]: n must be between 1 and 128, got 0"):
+        llm.generate("a", SamplingParams(n=0))
+    with pytest.raises(ValueError, match=r"prompts\[0\].* token ids"):
+        llm.generate({"prompt_token_ids": [-1]})
+    with pytest.raises(ValueError, match=r"messages\[0\]: messages\[0\]\.role must be one of"):
+        llm.chat([{"role": "judge", "content": "a"}])
+    assert len(llm.generate("still there", SamplingParams(max_tokens=2))[0].outputs[0].token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "text"),
+    [
+        ("fake", {"backend": "fake", "max_num_seqs": -1}, "--max-num-seqs: .* greater than or equal to 1"),
+        ("fake", {"backend": "nonesuch"}, "--backend must be one of"),
+        ("/nowhere", {}, "/nowhere is not a directory"),
+    ],
+)
+def test_an_engine_that_cannot_start_says_why(model: str, options: dict[str, Any], text: str, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=f"the engine does not start: {text}"):
+        LLM(model, cache_dir=tmp_path, log_level="error", **options)
+
+
+# --- the engine's life ---------------------------------------------------------------------------
+
+
+def test_close_ends_the_engine_and_what_still_generates(tmp_path: Path, slow_steps: Path) -> None:
+    before = set(engines_of(os.getpid()))
+    llm = LLM("fake", backend="fake", config=slow_steps, cache_dir=tmp_path)
+    (engine,) = set(engines_of(os.getpid())) - before
+    found: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            llm.generate("a", SamplingParams(max_tokens=5000), use_tqdm=False)
+        except EngineError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    time.sleep(0.3)
+    llm.close()
+    thread.join(10)
+    assert [str(error) for error in found] == ["this LLM is closed"]
+    assert not is_running(engine)
+    llm.close()
+    with pytest.raises(EngineError, match="this LLM is closed"):
+        llm.generate("a")
+
+
+def test_a_killed_engine_costs_no_token(tmp_path: Path, slow_steps: Path) -> None:
+    before = set(engines_of(os.getpid()))
+    params = SamplingParams(max_tokens=60, n=2, seed=3, ignore_eos=True, logprobs=1)
+    with LLM("fake", backend="fake", config=slow_steps, max_num_seqs=3, cache_dir=tmp_path, log_level="error") as llm:
+        undisturbed = llm.generate(["a", "b", "c", "d"], params)
+        (engine,) = set(engines_of(os.getpid())) - before
+        killer = threading.Timer(0.4, os.kill, (engine, signal.SIGKILL))
+        killer.start()
+        again = llm.generate(["a", "b", "c", "d"], params)
+        killer.join()
+        assert [output.outputs for output in again] == [output.outputs for output in undisturbed]
+        (other,) = set(engines_of(os.getpid())) - before
+        assert other != engine
+
+
+async def test_inside_a_running_event_loop(llm: LLM) -> None:
+    assert asyncio.get_running_loop().is_running()
+    assert len(llm.generate("a", SamplingParams(max_tokens=3))[0].outputs[0].token_ids) == 3
+
+
+PROGRAM = """
+import sys
+from sluicegate import LLM, SamplingParams
+
+if __name__ == "__main__":
+    llm = LLM("fake", backend="fake", config=sys.argv[1], cache_dir=sys.argv[2])
+    print("ready", flush=True)
+    try:
+        llm.generate("a", SamplingParams(max_tokens=5 if sys.argv[3] == "short" else 5000))
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        raise
+"""
+
+
+def start_program(slow_steps: Path, tmp_path: Path, length: str) -> tuple[subprocess.Popen[str], int]:
+    """A program that forgets to close its LLM, generating; and its engine's pid."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    program = subprocess.Popen(
+        [sys.executable, "program.py", str(slow_steps), str(tmp_path), length],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout is not None
+    assert program.stdout.readline() == "ready\n"
+    (engine,) = engines_of(program.pid)
+    return program, engine
+
+
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        ("ctrl-c", -signal.SIGINT),
+        pytest.param("end", 0, marks=pytest.mark.slow),
+        pytest.param("kill -9", -signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
+def test_the_engine_ends_with_the_program(slow_steps: Path, tmp_path: Path, how: str, status: int) -> None:
+    program, engine = start_program(slow_steps, tmp_path, "short" if how == "end" else "long")
+    if how != "end":
+        time.sleep(0.2)
+        program.send_signal(signal.SIGINT if how == "ctrl-c" else signal.SIGKILL)
+    out, errors = program.communicate(timeout=20)
+    assert program.returncode == status, errors
+    assert out == ("interrupted\n" if how == "ctrl-c" else "")
+    if how == "kill -9":
+        wait_until_gone(engine)
+    assert not is_running(engine)
+
+
+def test_an_llm_that_is_forgotten_ends_its_engine(tmp_path: Path) -> None:
+    before = set(engines_of(os.getpid()))
+    llm = LLM("fake", backend="fake", cache_dir=tmp_path)
+    (engine,) = set(engines_of(os.getpid())) - before
+    del llm
+    assert not is_running(engine)
+
+
+# --- the front door ------------------------------------------------------------------------------
+
+
+def test_the_front_door_has_the_names_and_no_others() -> None:
+    assert sluicegate.LLM is LLM
+    assert sluicegate.SamplingParams is SamplingParams
+    with pytest.raises(AttributeError, match="has no attribute 'LLMs'"):
+        _ = sluicegate.LLMs  # type: ignore[attr-defined]
+
+
+# --- against a server ----------------------------------------------------------------------------
+
+BODIES: tuple[dict[str, Any], ...] = (
+    {"temperature": 0, "max_tokens": 24},
+    {"seed": 5, "n": 2, "max_tokens": 16, "logprobs": 2},
+    {"seed": 6, "temperature": 1.5, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 0},
+    {"seed": 7, "max_tokens": 40, "stop": ["e", "a"], "min_tokens": 3},
+    {"temperature": 0, "logit_bias": {5: 3.0, 9: -100}, "allowed_token_ids": list(range(3, 60)), "min_p": 0.1},
+)
+
+
+def compare_with(server: Server, llm: LLM, prompt: str) -> None:
+    for body in BODIES:
+        sent = body | {"prompt": prompt, "return_token_ids": True, "top_k": body.get("top_k", 0)}
+        sent.setdefault("temperature", 1.0)
+        if "logit_bias" in body:
+            sent["logit_bias"] = {str(token): bias for token, bias in body["logit_bias"].items()}
+        status, answer = server.post("/v1/completions", sent)
+        assert status == 200, answer
+        (output,) = llm.generate(prompt, SamplingParams(**body))
+        choices = json.loads(answer)["choices"]
+        for choice, completion in zip(choices, output.outputs, strict=True):
+            assert completion.token_ids == choice["token_ids"]
+            assert output.prompt_token_ids == choice["prompt_token_ids"]
+            assert (completion.text, completion.finish_reason) == (choice["text"], choice["finish_reason"])
+            assert completion.stop_reason == choice["stop_reason"]
+            if "logprobs" in body:
+                assert completion.logprobs is not None
+                own = [p[token].logprob for token, p in zip(completion.token_ids, completion.logprobs, strict=True)]
+                assert own == choice["logprobs"]["token_logprobs"]
+    (chatted,) = llm.chat([{"role": "user", "content": prompt}], SamplingParams(seed=8, max_tokens=12))
+    chat = {"messages": [{"role": "user", "content": prompt}], "seed": 8, "max_tokens": 12, "temperature": 1.0}
+    status, answer = server.post("/v1/chat/completions", chat | {"top_k": 0, "return_token_ids": True})
+    (choice,) = json.loads(answer)["choices"]
+    assert chatted.outputs[0].token_ids == choice["token_ids"]
+    assert chatted.outputs[0].text == choice["message"]["content"]
+    assert chatted.prompt_token_ids == choice["prompt_token_ids"]
+
+
+@pytest.mark.slow
+def test_answers_are_a_servers(
+    demo_model: Path, start_engine: Callable[..., Engine], start_gateway: Callable[..., Server]
+) -> None:
+    engine = start_engine(str(demo_model), "--threads=1")
+    server = start_gateway(engine.address)
+    server.wait_until_ready(60)
+    with LLM(demo_model, threads=1) as llm:
+        compare_with(server, llm, "The sky is blue because")
+
+
+def test_answers_are_a_servers_with_the_fake_backend(
+    llm: LLM, start_engine: Callable[..., Engine], start_gateway: Callable[..., Server]
+) -> None:
+    server = start_gateway(start_engine().address)
+    server.wait_until_ready()
+    compare_with(server, llm, "The sky is blue because")

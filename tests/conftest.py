@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from protocol.config import default_cache_dir
+from tests.engine.family_models import make_family_models
 from tests.engine.tiny_models import make_tiny_models
 from tests.processes import Engine, Process, Server, free_port
 
@@ -126,6 +127,14 @@ def golden(tiny_models: Path) -> dict[str, dict[str, list[list[float]]]]:
     """What transformers computed: {variant: {"ids": …, "logprobs": …}}, by prompt number."""
     golden: dict[str, dict[str, list[list[float]]]] = json.loads((tiny_models / "golden.json").read_text())
     return golden
+
+
+@pytest.fixture(scope="session")
+def family_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one model folder for each of `family_models.VARIANTS`, and golden.json."""
+    folder = tmp_path_factory.mktemp("family_models")
+    make_family_models(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,9 @@ from engine.loading.store import ModelError, ModelFolder
 from engine.loading.tokenizers import tokenizer_bundle
 from engine.loading.weights import STORED, DummyWeights, WeightReader
 from engine.models import family_of
+from engine.models.config import ConfigFields
 from engine.models.decoder import Decoder
-from engine.models.spec import ConfigFields, Family, ModelSpec
+from engine.models.spec import Family, ModelSpec
 from engine.plan import ModelInfo, Progress, StepPlan, StepResult
 from engine.quant import LinearMethod, method_of
 
@@ -117,6 +118,8 @@ class TorchRunner:
         # The CPU computes float16 in float32: only the weights stay as small as they are.
         active = torch.float32 if stored is torch.float16 and device.type == "cpu" else stored
         context_length = _context_length(config.max_model_len, spec)
+        if device.type != "cpu":
+            _refuse_on_gpu(spec)
         build = _Build(config, source, device, stored=stored, active=active, context_length=context_length)
         runner, kv = build.on_cpu(progress) if device.type == "cpu" else build.on_gpu(progress)
         self._runner = runner
@@ -125,7 +128,7 @@ class TorchRunner:
         digest = model_digest(source.folder, source.tokenizer, source.checkpoint)
         return ModelInfo(
             digest=digest,
-            numerics=_numerics(digest, source.method, device, stored=stored, active=active, kv=kv.dtype),
+            numerics=_numerics(digest, source, device, stored=stored, active=active, context_length=context_length),
             vocab_size=spec.vocab_size,
             context_length=context_length,
             block_size=kv.block_size,
@@ -263,12 +266,19 @@ def _dtype_name(asked: str, source: _Source) -> str:
 
 def _context_length(asked: int | None, spec: ModelSpec) -> int:
     if asked is None:
-        return spec.max_positions
-    if asked > spec.max_positions:
+        return spec.context_length
+    if asked > spec.max_context_length:
         raise ModelError(
-            f"--max-model-len {asked} is more than the model's max_position_embeddings, {spec.max_positions}."
+            f"--max-model-len {asked} is more than the model's context, which config.json limits to "
+            f"{spec.max_context_length}."
         )
     return asked
+
+
+def _refuse_on_gpu(spec: ModelSpec) -> None:
+    """Raise ModelError, naming what, when a model needs an operator in a form that only a CPU has."""
+    if spec.activation is not kernels.Activation.SILU:
+        raise ModelError(f"config.json: the activation {spec.activation.value} runs on a CPU alone; use --device cpu.")
 
 
 def _unused(spec: ModelSpec, family: Family) -> tuple[str, ...]:
@@ -278,12 +288,12 @@ def _unused(spec: ModelSpec, family: Family) -> tuple[str, ...]:
 
 def _numerics(
     digest: str,
-    method: LinearMethod,
+    source: _Source,
     device: torch.device,
     *,
     stored: torch.dtype,
     active: torch.dtype,
-    kv: torch.dtype,
+    context_length: int,
 ) -> str:
     if device.type == "cpu":
         operators = kernels.numerics_name()
@@ -295,9 +305,10 @@ def _numerics(
         {
             "digest": digest,
             "dtype": str(active),
-            "weights": f"{method.name} {stored}",
+            "weights": f"{source.method.name} {stored}",
+            "rope": max(layer.rope.regime(context_length) for layer in source.spec.layers),
             "kernels": operators,
-            "kv_dtype": str(kv),
+            "kv_dtype": str(active),
             "tensor_parallel_size": 1,
             "device": name,
             "torch": torch.__version__,

@@ -35,12 +35,19 @@ class ForwardBatch:
 
 
 class Attention:
-    """Rotates queries and keys, writes the pool, attends."""
+    """Norms queries and keys where the family does, rotates them, writes the pool, attends.
 
-    def __init__(self, *, num_heads: int, head_dim: int, rope: Tensor) -> None:
+    `window` is how many positions a token sees, itself included; 0 is all.
+    """
+
+    def __init__(
+        self, *, num_heads: int, scale: float, window: int, rope: Tensor, norms: kernels.HeadNorms | None
+    ) -> None:
         self._num_heads = num_heads
-        self._scale = float(head_dim**-0.5)
+        self._scale = scale
+        self._window = window
         self._rope = rope  # [num_positions, head_dim]
+        self._norms = norms
 
     def __call__(self, qkv: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
         """qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] → [num_tokens, num_heads * head_dim]."""
@@ -48,5 +55,7 @@ class Attention:
             *(qkv, self._rope, cache.keys, cache.values, batch.attention, batch.cache_slots),
             num_heads=self._num_heads,
             scale=self._scale,
+            window=self._window,
+            norms=self._norms,
         )
         return out.view(qkv.shape[0], -1)

@@ -30,20 +30,28 @@ class Linear:
         """The layer's output and the residual it is still to be added to, or None and their sum."""
         return self._weight.added_product(x, self._bias, residual)
 
-    def gated(self, x: Tensor) -> Tensor:
-        """silu of the first part times the second: x [M, columns] → [M, rows of one part]."""
-        return self._weight.gated_product(x, self._bias)
+    def gated(self, x: Tensor, activation: kernels.Activation) -> Tensor:
+        """The activation of the first part times the second: x [M, columns] → [M, rows of one part]."""
+        return self._weight.gated_product(x, self._bias, activation)
 
 
 class Embedding:
-    """Token ids → hidden states. With a tied head it reads the head's packed rows."""
+    """Token ids → hidden states. With a tied head it reads the head's packed rows.
 
-    def __init__(self, weight: Tensor | kernels.PackedLinear, dtype: torch.dtype) -> None:
+    `scale` is rounded to `dtype` before it multiplies them, as transformers does.
+    """
+
+    def __init__(self, weight: Tensor | kernels.PackedLinear, dtype: torch.dtype, scale: float) -> None:
         self._weight = weight
         self._dtype = dtype
+        self._scale = float(torch.tensor(scale, dtype=dtype))
 
     def __call__(self, ids: Tensor, last_ids: Tensor | None) -> Tensor:
         """ids [M] → [M, hidden_size]; both as in `ForwardBatch`."""
+        rows = self._rows(ids, last_ids)
+        return rows if self._scale == 1.0 else rows * self._scale
+
+    def _rows(self, ids: Tensor, last_ids: Tensor | None) -> Tensor:
         if last_ids is not None:
             weight = self._weight if isinstance(self._weight, Tensor) else self._weight.data
             return kernels.embed_ahead(ids, last_ids, weight, self._dtype)

@@ -9,7 +9,7 @@ import kernels
 
 class RMSNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight = weight  # [hidden_size]
+        self._weight = weight  # [hidden_size], in the dtype that `kernels.rms_norm` is to round by
         self._eps = eps
 
     def __call__(self, x: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,11 @@ from engine.loading.store import ModelError
 from engine.models.spec import Family
 
 FAMILIES = {
+    "Gemma3ForCausalLM": "engine.models.gemma3:FAMILY",
     "LlamaForCausalLM": "engine.models.llama:FAMILY",
+    "MistralForCausalLM": "engine.models.mistral:FAMILY",
+    "Qwen2ForCausalLM": "engine.models.qwen2:FAMILY",
+    "Qwen3ForCausalLM": "engine.models.qwen3:FAMILY",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,52 +14,88 @@ from engine.layers.linear import Embedding, Head, Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import rope_table
 from engine.loading.weights import Weights
-from engine.models.spec import ModelSpec, WeightNames
+from engine.models.spec import LayerSpec, ModelSpec, WeightNames
 from engine.quant import LinearMethod, LinearPart
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Modules:
+    """Makes the modules of a decoder out of its weights. `dtype` is that of activations."""
+
+    spec: ModelSpec
+    names: WeightNames
+    reader: Weights
+    method: LinearMethod
+    dtype: torch.dtype
+
+    def linear(self, prefix: str, bias: bool, *parts: tuple[str, int, int]) -> Linear:
+        rows = [LinearPart(prefix + name, num_out, num_in) for name, num_out, num_in in parts]
+        return Linear(self.reader, self.method, rows, bias=bias)
+
+    def norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self._norm_weight(name, self.spec.hidden_size), self.spec.norm_eps)
+
+    def head_norms(self, prefix: str) -> kernels.HeadNorms | None:
+        query, key, size = self.names.query_norm, self.names.key_norm, self.spec.head_dim
+        if query is None or key is None:
+            return None
+        return kernels.HeadNorms(
+            self._norm_weight(prefix + query, size), self._norm_weight(prefix + key, size), self.spec.norm_eps
+        )
+
+    def branch_end(self, prefix: str, bias: bool, part: tuple[str, int, int], norm: str | None) -> BranchEnd:
+        return BranchEnd(self.linear(prefix, bias, part), None if norm is None else self.norm(prefix + norm))
+
+    def _norm_weight(self, name: str, size: int) -> Tensor:
+        weight = self.reader.take(f"{name}.weight", (size,))
+        return weight.float() + 1.0 if self.spec.norms_from_one else weight.to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BranchEnd:
+    """The linear layer at the end of attention or MLP, normed where the family does that."""
+
+    linear: Linear
+    norm: RMSNorm | None
+
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+        """What is still to be added to the residual, and the residual; or None and their sum."""
+        if self.norm is None:
+            return self.linear.added(x, residual)
+        return self.norm(self.linear(x), None)[0], residual
 
 
 class DecoderLayer:
     """Attention and gated MLP, each after a norm, each added to the residual."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        names: WeightNames,
-        prefix: str,
-        *,
-        reader: Weights,
-        method: LinearMethod,
-        dtype: torch.dtype,
-        rope: Tensor,
-    ) -> None:
+    def __init__(self, modules: _Modules, layer: LayerSpec, prefix: str, rope: Tensor) -> None:
+        spec, names = modules.spec, modules.names
         hidden, inner = spec.hidden_size, spec.intermediate_size
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-
-        def linear(bias: bool, *parts: tuple[str, int, int]) -> Linear:
-            rows = [LinearPart(prefix + name, num_out, num_in) for name, num_out, num_in in parts]
-            return Linear(reader, method, rows, bias=bias)
-
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(reader.take(f"{prefix}{name}.weight", (hidden,)).to(dtype), spec.norm_eps)
-
-        self._attention_norm = norm(names.attention_norm)
-        self._qkv = linear(
-            spec.qkv_bias, (names.query, q_size, hidden), (names.key, kv_size, hidden), (names.value, kv_size, hidden)
+        self._attention_norm = modules.norm(prefix + names.attention_norm)
+        query, key, value = (names.query, q_size, hidden), (names.key, kv_size, hidden), (names.value, kv_size, hidden)
+        self._qkv = modules.linear(prefix, spec.qkv_bias, query, key, value)
+        self._attention = Attention(
+            num_heads=spec.num_heads,
+            scale=spec.attention_scale,
+            window=layer.window,
+            rope=rope,
+            norms=modules.head_norms(prefix),
         )
-        self._attention = Attention(num_heads=spec.num_heads, head_dim=spec.head_dim, rope=rope)
-        self._output = linear(spec.output_bias, (names.output, hidden, q_size))
-        self._mlp_norm = norm(names.mlp_norm)
-        self._gate_up = linear(spec.mlp_bias, (names.gate, inner, hidden), (names.up, inner, hidden))
-        self._down = linear(spec.mlp_bias, (names.down, hidden, inner))
+        self._output = modules.branch_end(prefix, spec.output_bias, (names.output, hidden, q_size), names.output_norm)
+        self._mlp_norm = modules.norm(prefix + names.mlp_norm)
+        self._gate_up = modules.linear(prefix, spec.mlp_bias, (names.gate, inner, hidden), (names.up, inner, hidden))
+        self._activation = spec.activation
+        self._down = modules.branch_end(prefix, spec.mlp_bias, (names.down, hidden, inner), names.down_norm)
 
     def __call__(
         self, x: Tensor | None, residual: Tensor | None, batch: ForwardBatch, cache: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         """(output, residual) [num_tokens, hidden_size], the output None where it is added already."""
         normed, residual = self._attention_norm(x, residual)
-        x, residual = self._output.added(self._attention(self._qkv(normed), batch, cache), residual)
+        x, residual = self._output(self._attention(self._qkv(normed), batch, cache), residual)
         normed, residual = self._mlp_norm(x, residual)
-        return self._down.added(self._gate_up.gated(normed), residual)
+        return self._down(self._gate_up.gated(normed, self._activation), residual)
 
 
 class Decoder:
@@ -77,31 +114,48 @@ class Decoder:
         dtype: torch.dtype,
         num_positions: int,
     ) -> None:
-        rope = rope_table(num_positions, spec.head_dim, spec.rope_theta).to(reader.device)
+        modules = _Modules(spec, names, reader, method, dtype)
+        ropes = {layer.rope for layer in spec.layers}
+        tables = {rope: rope_table(rope, num_positions, spec.head_dim).to(reader.device) for rope in ropes}
         embedding = reader.take(f"{names.embedding}.weight", (spec.vocab_size, spec.hidden_size))
         if spec.tied_head:
             tied = kernels.pack_linear(embedding)
-            self._embedding, self._head = Embedding(tied, dtype), Head(tied)
+            self._embedding, self._head = Embedding(tied, dtype, spec.embedding_scale), Head(tied)
         else:
             head = reader.take(f"{names.head}.weight", (spec.vocab_size, spec.hidden_size))
-            self._embedding, self._head = Embedding(embedding, dtype), Head(kernels.pack_linear(head))
+            self._embedding = Embedding(embedding, dtype, spec.embedding_scale)
+            self._head = Head(kernels.pack_linear(head))
         self._layers = [
-            DecoderLayer(spec, names, names.layer.format(number), reader=reader, method=method, dtype=dtype, rope=rope)
-            for number in range(spec.num_layers)
+            DecoderLayer(modules, layer, names.layer.format(number), tables[layer.rope])
+            for number, layer in enumerate(spec.layers)
         ]
-        norm = reader.take(f"{names.final_norm}.weight", (spec.hidden_size,)).to(dtype)
-        self._final_norm = RMSNorm(norm, spec.norm_eps)
+        self._final_norm = modules.norm(names.final_norm)
 
     def hidden(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Tensor:
         """Final hidden states of the sampled rows: [num_sampled, hidden_size]. Fills the caches."""
-        x: Tensor | None = self._embedding(batch.ids, batch.last_ids)
+        x, residual = self.through_layers(self.embedded(batch), batch, caches)
+        return self.final(x, residual, batch.sampled)
+
+    def embedded(self, batch: ForwardBatch) -> Tensor:
+        """What enters the first layer: [num_tokens, hidden_size]."""
+        return self._embedding(batch.ids, batch.last_ids)
+
+    def through_layers(
+        self, embedded: Tensor, batch: ForwardBatch, caches: Sequence[LayerCache]
+    ) -> tuple[Tensor | None, Tensor]:
+        """(output, residual) of the last layer, as a layer answers them. Reads ids nowhere, fills the caches."""
+        x: Tensor | None = embedded
         residual: Tensor | None = None
         for layer, cache in zip(self._layers, caches, strict=True):
             x, residual = layer(x, residual, batch, cache)
         assert residual is not None, "a model has at least one layer"
-        if batch.sampled is not None:
-            residual = residual.index_select(0, batch.sampled)
-            x = None if x is None else x.index_select(0, batch.sampled)
+        return x, residual
+
+    def final(self, x: Tensor | None, residual: Tensor, sampled: Tensor | None) -> Tensor:
+        """Normed hidden states of the rows `sampled` (None: of all), from what the last layer answered."""
+        if sampled is not None:
+            residual = residual.index_select(0, sampled)
+            x = None if x is None else x.index_select(0, sampled)
         return self._final_norm(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

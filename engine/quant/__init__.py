@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+import kernels
 from engine.loading.store import ModelError
 from engine.loading.weights import Weights
 
@@ -37,8 +38,8 @@ class LinearWeight(Protocol):
         """The product and the residual that it is still to be added to, or None and their sum."""
         ...
 
-    def gated_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """silu of the first half of the product times the second: [M, half the rows] in x.dtype."""
+    def gated_product(self, x: Tensor, bias: Tensor | None, activation: kernels.Activation) -> Tensor:
+        """The activation of the first half of the product times the second: [M, half the rows] in x.dtype."""
         ...
 
 

@@ -23,8 +23,8 @@ class UnquantizedWeight:
     def added_product(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> tuple[Tensor | None, Tensor]:
         return kernels.add_linear(x, self.packed, bias, residual)
 
-    def gated_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return kernels.gated_linear(x, self.packed, bias)
+    def gated_product(self, x: Tensor, bias: Tensor | None, activation: kernels.Activation) -> Tensor:
+        return kernels.gated_linear(x, self.packed, bias, activation)
 
 
 class Unquantized:

@@ -16,6 +16,22 @@ CONTEXT_LENGTH = 640
 EOS_ID = 2
 NUM_NEW = 24
 
+#: What all tiny models have, in transformers' names.
+SETTINGS: dict[str, object] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT_LENGTH,
+    # Large weights keep the most likely token well apart from the next.
+    "initializer_range": 0.25,
+    "bos_token_id": 1,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": 0,
+}
+
 #: Beyond what all have: what is special about each.
 VARIANTS: dict[str, dict[str, object]] = {
     "llama_tied": {"tie_word_embeddings": True},
@@ -51,39 +67,32 @@ def _main(folder: Path) -> None:
     golden: dict[str, dict[str, object]] = {}
     for seed, (name, special) in enumerate(VARIANTS.items()):
         torch.manual_seed(seed)
-        settings: dict[str, object] = {
-            "vocab_size": VOCAB_SIZE,
-            "hidden_size": 64,
-            "intermediate_size": 112,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": CONTEXT_LENGTH,
-            # Large weights keep the most likely token well apart from the next.
-            "initializer_range": 0.25,
-            "bos_token_id": 1,
-            "eos_token_id": EOS_ID,
-            "pad_token_id": 0,
-        }
         rope_theta = special.get("rope_theta", 10000.0)
         config = LlamaConfig(
-            **settings | {k: v for k, v in special.items() if k != "rope_theta"},
+            **SETTINGS | {k: v for k, v in special.items() if k != "rope_theta"},
             rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         )
         model = LlamaForCausalLM(config).float().eval()
-        with torch.no_grad():
-            for parameter_name, parameter in model.named_parameters():
-                if parameter_name.endswith("bias"):
-                    parameter.normal_(0, 0.3)
-                elif "norm" in parameter_name:
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
+        randomize(model)
         model.save_pretrained(folder / name)
         if name == "llama_untied":
             model.save_pretrained(folder / "llama_sharded", max_shard_size="100KB")
-            _write_tokenizer(folder / "llama_sharded")
-        _write_tokenizer(folder / name)
+            write_tokenizer(folder / "llama_sharded")
+        write_tokenizer(folder / name)
         golden[name] = _golden(model)
     (folder / "golden.json").write_text(json.dumps(golden))
+
+
+def randomize(model: object) -> None:
+    """Give biases and norms values that would be missed: transformers makes them 0 and 1."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # type: ignore[attr-defined]
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            elif "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
 
 
 def _golden(model: object) -> dict[str, object]:
@@ -111,7 +120,7 @@ def _golden(model: object) -> dict[str, object]:
     return {"ids": ids, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """Every token is one character; `<s>`, `</s>` and padding are special."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 

@@ -7,25 +7,24 @@ import pytest
 import torch
 
 from engine.device import kv
+from engine.layers.rope import Rope
 from engine.loading.store import ModelError
-from engine.models.spec import ModelSpec
+from engine.models.spec import LayerSpec, ModelSpec
 
 SPEC = ModelSpec(
     vocab_size=100,
     hidden_size=64,
     intermediate_size=96,
-    num_layers=3,
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
-    max_positions=512,
+    context_length=512,
+    max_context_length=512,
+    layers=(LayerSpec(Rope(theta=1e4)),) * 3,
     norm_eps=1e-5,
-    rope_theta=1e4,
     tied_head=True,
-    qkv_bias=False,
-    output_bias=False,
-    mlp_bias=False,
     dtype=None,
+    attention_scale=0.25,
 )
 BLOCK_BYTES = 3 * 2 * 2 * 16 * 16 * 2  # layers, K and V, heads, head_dim, positions, bfloat16
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from engine.layers.rope import LinearRope, Rope
 from engine.loading.store import ModelError
 from engine.models import family_of
-from engine.models.spec import ConfigFields, ModelSpec
+from engine.models.config import ConfigFields
+from engine.models.spec import LayerSpec, ModelSpec
+from kernels import Activation
 
 BASE: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,8 +28,9 @@ def spec(**fields: object) -> ModelSpec:
 
 def test_defaults_are_those_of_llama() -> None:
     found = spec()
-    assert (found.num_kv_heads, found.head_dim, found.max_positions) == (4, 16, 2048)
-    assert (found.norm_eps, found.rope_theta, found.dtype) == (1e-6, 10000.0, None)
+    assert (found.num_kv_heads, found.head_dim, found.context_length, found.max_context_length) == (4, 16, 2048, 2048)
+    assert (found.norm_eps, found.layers, found.dtype) == (1e-6, (LayerSpec(Rope(theta=10000.0)),) * 2, None)
+    assert (found.attention_scale, found.activation, found.embedding_scale) == (0.25, Activation.SILU, 1.0)
     assert (found.tied_head, found.qkv_bias, found.output_bias, found.mlp_bias) == (False,) * 4
 
 
@@ -41,7 +45,7 @@ def test_defaults_are_those_of_llama() -> None:
     ],
 )
 def test_rope_theta(fields: dict[str, object]) -> None:
-    assert spec(**fields).rope_theta == 5e5
+    assert spec(**fields).layers[0].rope == Rope(theta=5e5)
 
 
 @pytest.mark.parametrize(
@@ -77,15 +81,82 @@ def test_head_dim_and_biases() -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; supported is 1.0"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling has the type 'llama3'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 8.0}}, "rope_scaling has the type 'yarn'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters has the type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no rope_scaling.low_freq_factor"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "the type 'mrope'; supported are default, dynamic"),
+        ({"rope_scaling": {"type": 3}}, "rope_scaling.type must be a string, not 3"),
+        ({"rope_scaling": {"type": "linear"}}, "has no rope_scaling.factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor of rotary positions is 0.5; .* at least 1"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "rope_parameters.factor must be a positive number"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters.full_attention is {}; supported is null"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1]}},
+            "short_factor must be a list of 8 positive",
+        ),
         ({"rope_parameters": [1]}, "rope_parameters must be an object or null"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a positive number, not inf"),
+        ({"head_dim": 15}, "the size of a head is 15; rotary positions need an even one"),
         ({"torch_dtype": "int8"}, "torch_dtype is 'int8'; supported are float32, bfloat16, float16"),
-        ({"architectures": ["GPT2LMHeadModel"]}, r"\['GPT2LMHeadModel'\]; supported here: LlamaForCausalLM"),
-        ({"architectures": None}, "architectures is None; supported here: LlamaForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, r"\['GPT2LMHeadModel'\]; supported here: .*, LlamaForCausalLM"),
+        ({"architectures": None}, "architectures is None; supported here: .*, LlamaForCausalLM"),
     ],
 )
 def test_refusals_name_the_field(fields: dict[str, object], text: str) -> None:
     with pytest.raises(ModelError, match=text):
         spec(**fields)
+
+
+def windows(architecture: str, **fields: object) -> list[int]:
+    values = {"architectures": [architecture], "num_hidden_layers": 4, "head_dim": 16} | fields
+    return [layer.window for layer in spec(**values).layers]
+
+
+def test_windows_of_mistral() -> None:
+    assert windows("MistralForCausalLM") == [4096] * 4
+    assert windows("MistralForCausalLM", sliding_window=16) == [16] * 4
+    assert windows("MistralForCausalLM", sliding_window=None) == [0] * 4
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_windows_of_qwen_are_those_of_its_upper_layers_when_switched_on(architecture: str) -> None:
+    size = {"sliding_window": 16, "max_window_layers": 3}
+    types = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
+    assert windows(architecture, **size) == [0] * 4
+    assert windows(architecture, **size, use_sliding_window=True) == [0, 0, 0, 16]
+    assert windows(architecture, **size | {"max_window_layers": 0}, use_sliding_window=True) == [16] * 4
+    assert windows(architecture, **size, use_sliding_window=True, layer_types=types) == [16, 0, 0, 0]
+    with pytest.raises(ModelError, match="use_sliding_window or sliding_window is not set"):
+        windows(architecture, **size, layer_types=types)
+
+
+def test_layers_of_gemma3() -> None:
+    found = spec(
+        architectures=["Gemma3ForCausalLM"],
+        num_hidden_layers=7,
+        head_dim=16,
+        sliding_window=512,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    local, whole = LayerSpec(Rope(theta=1e4), 512), LayerSpec(LinearRope(theta=1e6, factor=8.0))
+    assert found.layers == (local,) * 5 + (whole, local)
+    assert (found.context_length, found.attention_scale, found.embedding_scale) == (131072, 1 / 16, 8.0)
+    assert (found.tied_head, found.norms_from_one, found.activation) == (True, True, Activation.GELU_TANH)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; supported is null"),
+        ({"hidden_activation": "silu"}, "hidden_activation is 'silu'; supported is 'gelu_pytorch_tanh'"),
+        (
+            {"layer_types": ["full_attention"]},
+            "layer_types must name full_attention or sliding_attention for each of 2",
+        ),
+        ({"layer_types": "full_attention"}, "layer_types must be a list of strings"),
+        ({"sliding_window": None}, "sliding_window is null"),
+        ({"sliding_window": 0}, "sliding_window must be a positive integer, not 0"),
+    ],
+)
+def test_refusals_of_gemma3(fields: dict[str, object], text: str) -> None:
+    with pytest.raises(ModelError, match=text):
+        spec(architectures=["Gemma3ForCausalLM"], **fields)

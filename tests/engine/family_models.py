@@ -1,0 +1,143 @@
+"""Tiny random models of every family and kind of rope, and what transformers makes of them.
+
+Run as a program, in a process of its own as `tiny_models` is, it writes model folders and `golden.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+CONTEXT_LENGTH = 640
+NUM_NEW = 16
+WINDOW = 16
+
+#: On both sides of the window, over two blocks, and of a split of attention (256).
+PROMPT_LENGTHS = (15, 16, 17, 33, 200, 300)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`family` is the prefix of transformers' classes; `fields` are set in its config. `prompts` are numbers of
+    PROMPT_LENGTHS, those for which transformers' own result is a function of the ids; `max_model_len` is what
+    the engine is to be asked for, None for nothing.
+    """
+
+    family: str
+    fields: dict[str, object]
+    prompts: tuple[int, ...] = tuple(range(len(PROMPT_LENGTHS)))
+    max_model_len: int | None = None
+    rope: dict[str, object] = field(default_factory=dict)
+
+
+def _rope(kind: str, **parameters: object) -> Variant:
+    return Variant("Llama", {}, rope={"rope_type": kind, "rope_theta": 10000.0} | parameters)
+
+
+_LONG = {
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.8, 2.0, 2.5],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 8.0, 10.0, 12.0],
+    "original_max_position_embeddings": 64,
+}
+
+VARIANTS: dict[str, Variant] = {
+    "qwen2_tied": Variant("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2_window": Variant("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": Variant("Qwen3", {"hidden_size": 48, "head_dim": 20, "tie_word_embeddings": True}),
+    "qwen3_bias": Variant("Qwen3", {"head_dim": 16, "attention_bias": True}),
+    "mistral": Variant("Mistral", {"hidden_size": 48, "head_dim": 20, "sliding_window": None}),
+    "mistral_window": Variant("Mistral", {"sliding_window": WINDOW}),
+    "gemma3": Variant(
+        "Gemma3",
+        {
+            "hidden_size": 48,
+            "head_dim": 20,
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "llama_linear": _rope("linear", factor=4.0),
+    "llama_dynamic": _rope("dynamic", factor=2.0),
+    "llama_llama3": _rope(
+        "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    ),
+    "llama_yarn": _rope("yarn", factor=4.0, original_max_position_embeddings=160),
+    "llama_yarn_mscale": _rope(
+        "yarn",
+        factor=4.0,
+        original_max_position_embeddings=160,
+        mscale=0.8,
+        mscale_all_dim=0.3,
+        beta_fast=16,
+        beta_slow=2,
+        truncate=False,
+    ),
+    # transformers takes the short factors up to the trained context and the long ones beyond, by the length so far.
+    "llama_longrope_short": Variant(
+        "Llama", {}, (0, 1, 2, 3), 64, {"rope_type": "longrope", "rope_theta": 1e4} | _LONG
+    ),
+    "llama_longrope_long": Variant("Llama", {}, (4, 5), None, {"rope_type": "longrope", "rope_theta": 1e4} | _LONG),
+}
+
+
+def prompt(number: int) -> list[int]:
+    """A prompt of PROMPT_LENGTHS[number] tokens of 120, the same in every process."""
+    return [3 + (11 * number + 17 * place + place * place) % 117 for place in range(PROMPT_LENGTHS[number])]
+
+
+def make_family_models(folder: Path) -> None:
+    """Fill `folder` with a model folder for each variant, and golden.json."""
+    subprocess.run([sys.executable, "-W", "ignore", __file__, str(folder)], check=True, cwd=folder)
+
+
+def _main(folder: Path) -> None:
+    import torch
+    import transformers
+    from tiny_models import SETTINGS, randomize, write_tokenizer
+
+    torch.set_num_threads(1)
+    golden = {}
+    for seed, (name, variant) in enumerate(VARIANTS.items()):
+        torch.manual_seed(seed)
+        settings = SETTINGS | {"rope_parameters": variant.rope or None} | variant.fields
+        suffix = "Text" if variant.family == "Gemma3" else ""
+        config = getattr(transformers, f"{variant.family}{suffix}Config")(**settings)
+        model = getattr(transformers, f"{variant.family}ForCausalLM")(config).float().eval()
+        randomize(model)
+        model.save_pretrained(folder / name)
+        write_tokenizer(folder / name)
+        golden[name] = _greedy(model, [prompt(number) for number in variant.prompts])
+    (folder / "golden.json").write_text(json.dumps(golden))
+
+
+def _greedy(model: object, prompts: list[list[int]]) -> dict[str, list[list[float]]]:
+    """For each prompt the ids that continue it, and the logprobs of all tokens after it."""
+    import torch
+
+    # One batch, padded on the left: a sixth of the time.
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+    with torch.no_grad():
+        out = model.generate(  # type: ignore[attr-defined]
+            tokens,
+            attention_mask=mask,
+            max_new_tokens=NUM_NEW,
+            min_new_tokens=NUM_NEW,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    return {"ids": out.sequences[:, width:].tolist(), "logprobs": out.logits[0].log_softmax(-1).tolist()}
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

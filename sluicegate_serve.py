@@ -22,6 +22,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from tqdm import tqdm
 
+from engine.backends import OF_FOLDERS
 from engine.config import EngineConfig
 from engine.loading.demo import NAME as DEMO_MODEL
 from engine.loading.demo import ensure_demo_model
@@ -34,9 +35,6 @@ from protocol.process import Progress
 from protocol.supervisor import ChildFailed, Program, Supervisor
 
 log = logging.getLogger(__name__)
-
-#: The backend that takes a model's folder.
-_OURS = "torch_runner"
 
 _READY_POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0
@@ -120,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
     bar = ProgressBar()
     try:
         config = config.model_copy(update={"port": available_port(config.host, config.port)})
-        if config.backend == _OURS:
+        if config.backend in OF_FOLDERS:
             config = with_model(config, bar)
         return asyncio.run(serve(config, bar))
     except (PortUnavailable, ModelError, ChildFailed) as error:

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         runner = backends.create(config)
         engine = Engine(config)
-    except backends.UnknownBackend as error:
+    except LoadError as error:
         return _give_up(parent, str(error), EXIT_UNUSABLE)
     except ListenError as error:
         return _give_up(parent, str(error), EXIT_FAILED)

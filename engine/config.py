@@ -26,7 +26,11 @@ class EngineConfig(Settings):
     listen: str = Field(
         "tcp://127.0.0.1:5557", description="Address that gateways connect to: tcp://HOST:PORT or ipc://PATH."
     )
-    backend: str = Field("torch_runner", description="Engine behind the scheduler: torch_runner, fake, or a plug-in's.")
+    backend: str = Field(
+        "auto",
+        description="What computes: torch_runner, transformers, fake, or a plug-in's; auto is torch_runner for the "
+        "architectures it has and transformers, slow, for others.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the model runs; auto is a GPU if there is one."
     )
@@ -125,7 +129,7 @@ def resolve(config: EngineConfig, info: ModelInfo) -> Resolved:
         public_name=config.public_name,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        enable_prefix_caching=config.enable_prefix_caching,
+        enable_prefix_caching=config.enable_prefix_caching and info.prefix_caching,
         hang_timeout_ms=round(config.hang_timeout * 1000),
         info=info,
     )

@@ -196,7 +196,7 @@ def test_a_folder_without_a_model_is_refused_before_anything_is_started(
 
 def test_a_model_that_can_never_be_served_is_tried_once(start_serve: StartServe, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
-    server = start_serve(str(tmp_path))
+    server = start_serve(str(tmp_path), "--backend=torch_runner")
     assert server.wait(timeout_s=30) == 1
     assert "MambaForCausalLM" in server.output().splitlines()[-1]
     assert server.output().count('"engine_starting"') == 1

@@ -154,7 +154,11 @@ def test_a_step_that_hangs_is_seen_in_beats(start_engine: StartEngine, context: 
 @pytest.mark.parametrize(
     ("flags", "status", "text"),
     [
-        (("--backend=nonsense",), 2, "--backend must be one of fake, torch_runner; got 'nonsense'."),
+        (
+            ("--backend=nonsense",),
+            2,
+            "--backend must be one of auto, fake, torch_runner, transformers; got 'nonsense'.",
+        ),
         (("--backend=fake", "--listen=tcp://0.0.0.0:5557"), 1, "requires --curve-secret-key-file"),
         (("--backend=fake", "--max-num-seqs=300"), 2, "--max-num-batched-tokens must be at least --max-num-seqs (300)"),
         (("--backend=fake", "--block-size=20"), 2, "--block-size: Input should be a multiple of 16"),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Tokenizer
 
-from engine.backends import BUILT_IN, UnknownBackend, create, fake_tokenizer
+from engine.backends import BUILT_IN, BackendError, create, fake_tokenizer
 from engine.backends.fake import FakeRunner, PlanError
 from engine.backends.fake_tokenizer import END_OF_TEXT, TURN_END, VOCAB_SIZE
 from engine.plan import PlanEntry, SlotState, StepPlan
@@ -212,9 +212,9 @@ def test_special_tokens_and_the_long_word_keep_their_numbers():
 
 def test_backends_are_found_by_name():
     assert isinstance(create(fake_config()), FakeRunner)
-    with pytest.raises(UnknownBackend, match="--backend must be one of fake, torch_runner"):
+    with pytest.raises(BackendError, match="--backend must be one of auto, fake, torch_runner, transformers"):
         create(fake_config(backend="cuda"))
-    assert sorted(BUILT_IN) == ["fake", "torch_runner"]
+    assert sorted(BUILT_IN) == ["fake", "torch_runner", "transformers"]
 
 
 def test_engines_of_other_bits_have_the_same_digest():

@@ -17,7 +17,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kernels.activation import Activation as Activation
     from kernels.activation import gelu_and_mul as gelu_and_mul
     from kernels.activation import silu_and_mul as silu_and_mul
     from kernels.attention import AttentionBatch as AttentionBatch
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from kernels.backend import set_num_threads as set_num_threads
     from kernels.backend import start as start
     from kernels.check import self_check as self_check
+    from kernels.gate import Activation as Activation
     from kernels.gpu.embedding import embed_ahead as embed_ahead
     from kernels.gpu.logprobs import logprobs_ahead as logprobs_ahead
     from kernels.gpu.prefill import query_tile as query_tile
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 #: Public name to the module that defines it. No name equals a module's: importing a submodule
 #: would bind the module over the operator.
 _HOMES = {
-    "Activation": "activation",
+    "Activation": "gate",
     "AttentionBatch": "attention",
     "HeadNorms": "attention",
     "Implementation": "backend",

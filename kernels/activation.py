@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable
 
@@ -11,13 +10,7 @@ from torch import Tensor
 
 from kernels.backend import native
 from kernels.cpu.library import DTYPES
-
-
-class Activation(enum.Enum):
-    """The function of the gate."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_tanh"
+from kernels.gate import Activation
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.activation import Activation, activate_and_mul
+from kernels.activation import activate_and_mul
 from kernels.backend import native
 from kernels.cpu.library import DTYPES
+from kernels.gate import Activation
 
 #: Output columns side by side in a panel of the native layout.
 PANEL = 16

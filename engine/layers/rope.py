@@ -3,15 +3,18 @@
 Every kind follows transformers (`modeling_rope_utils.py`) in float32. Two kinds, dynamic and long, turn
 short and long contexts differently. transformers goes by the length seen so far, so that its result
 depends on how a sequence was cut; here the length is that of the table, which is the context in force.
+
+torch is imported where it is used: a model's config is read, rope and all, before anything heavy is loaded.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,8 @@ class Llama3Rope(Rope):
     trained_positions: int
 
     def frequencies(self, head_dim: int, num_positions: int) -> Tensor:
+        import torch
+
         del num_positions
         plain = 1.0 / _wavelengths(self.theta, head_dim)
         length = 2 * math.pi / plain
@@ -96,6 +101,8 @@ class YarnRope(Rope):
     truncate: bool
 
     def frequencies(self, head_dim: int, num_positions: int) -> Tensor:
+        import torch
+
         del num_positions
         wavelengths = _wavelengths(self.theta, head_dim)
         low, high = self._turning(self.beta_fast, head_dim), self._turning(self.beta_slow, head_dim)
@@ -124,6 +131,8 @@ class LongRope(Rope):
     trained_positions: int
 
     def frequencies(self, head_dim: int, num_positions: int) -> Tensor:
+        import torch
+
         factors = self.long_factor if self.regime(num_positions) else self.short_factor
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * _wavelengths(self.theta, head_dim))
 
@@ -136,6 +145,8 @@ def rope_table(rope: Rope, num_positions: int, head_dim: int) -> Tensor:
 
     Angles are float32 products of position and frequency, as transformers computes them.
     """
+    import torch
+
     frequencies = rope.frequencies(head_dim, num_positions)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     return torch.cat((angles.cos(), angles.sin()), dim=1) * rope.magnitude
@@ -143,5 +154,7 @@ def rope_table(rope: Rope, num_positions: int, head_dim: int) -> Tensor:
 
 def _wavelengths(theta: float, head_dim: int) -> Tensor:
     """Positions a radian, float32 [head_dim / 2]."""
+    import torch
+
     powers: Tensor = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     return powers

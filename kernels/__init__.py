@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from kernels.matmul import pack_linear as pack_linear
     from kernels.norm import head_norm_ as head_norm_
     from kernels.norm import rms_norm as rms_norm
+    from kernels.program import NotRecordable as NotRecordable
+    from kernels.program import Program as Program
+    from kernels.program import record as record
     from kernels.rope import rope_ as rope_
     from kernels.sampling import TokenLogprobs as TokenLogprobs
     from kernels.sampling import gumbel_noise as gumbel_noise
@@ -62,7 +65,9 @@ _HOMES = {
     "HeadNorms": "attention",
     "Implementation": "backend",
     "NUMERICS": "backend",
+    "NotRecordable": "program",
     "PackedLinear": "matmul",
+    "Program": "program",
     "TileSchedule": "attention",
     "TokenLogprobs": "sampling",
     "add_linear": "matmul",
@@ -82,6 +87,7 @@ _HOMES = {
     "pack_linear": "matmul",
     "paged_attention": "attention",
     "query_tile": "gpu.prefill",
+    "record": "program",
     "rms_norm": "norm",
     "rope_": "rope",
     "rotate_and_attend": "attention",

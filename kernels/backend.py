@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import enum
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from threading import Lock
 
@@ -39,6 +42,7 @@ class _Choice:
 
 
 _choice = _Choice()
+_recorder: ContextVar[Library | None] = ContextVar("recorder", default=None)
 
 
 def start(implementation: Implementation | None = None, cache_dir: Path | None = None) -> Implementation:
@@ -72,8 +76,21 @@ def start(implementation: Implementation | None = None, cache_dir: Path | None =
 
 def native() -> Library | None:
     """The native operators when they are in force, None when the references are."""
+    recorder = _recorder.get()
+    if recorder is not None:
+        return recorder
     chosen = _choice.chosen or start()
     return _choice.library if chosen is Implementation.NATIVE else None
+
+
+@contextmanager
+def recording(recorder: Library) -> Iterator[None]:
+    """Within it this thread's operators call `recorder` (`kernels.program`)."""
+    token = _recorder.set(recorder)
+    try:
+        yield
+    finally:
+        _recorder.reset(token)
 
 
 def numerics_name() -> str:

@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "operators.h"
 #include "pool.h"
 
 namespace sluicegate {

@@ -15,7 +15,8 @@ _PTR, _I32, _I64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes
 #: Codes of storage types (`Dtype` in vec.h).
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-_ARGUMENTS: dict[str, list[type]] = {
+#: Argument types of each C function.
+ARGUMENTS: dict[str, list[type]] = {
     "linear": [_PTR, _I32, _I64, _I64, _I64, _PTR, _I32, _PTR, _I64, _PTR, _I32],
     "rms_norm": [_PTR, _I64, _PTR, _I64, _PTR, _I32, _F32, _I64, _I64, _PTR, _PTR, _I32],
     "head_norm": [_PTR, _I64, _I64, _I64, _I64, _PTR, _I32, _F32, _I32],
@@ -31,6 +32,7 @@ _ARGUMENTS: dict[str, list[type]] = {
     "sample": [_PTR, _I64, _I64, _PTR, _PTR, _PTR, _PTR, _PTR, _PTR, _PTR],
     "logprobs": [_PTR, _I64, _I64, _PTR, _I64, _PTR, _PTR, _PTR, _PTR],
     "gumbel_noise": [_PTR, _PTR, _I64, _I64, _PTR],
+    "run_program": [_PTR, _I64, _I64],
     "set_num_threads": [_I32],
     "num_threads": [],
 }
@@ -39,6 +41,7 @@ _RESULTS: dict[str, type] = {
     "rope": ctypes.c_bool,
     "write_kv": ctypes.c_bool,
     "attention": ctypes.c_bool,
+    "run_program": _I64,
     "num_threads": _I32,
 }
 
@@ -57,13 +60,14 @@ class Library:
     sample: Callable[..., None]
     logprobs: Callable[..., None]
     gumbel_noise: Callable[..., None]
+    run_program: Callable[..., int]
     set_num_threads: Callable[[int], None]
     num_threads: Callable[[], int]
 
     def __init__(self, cache_dir: Path) -> None:
         """Load the library, building it if needed. Raises BuildError."""
         code = load(cache_dir)
-        for name, arguments in _ARGUMENTS.items():
+        for name, arguments in ARGUMENTS.items():
             function = getattr(code, f"sluicegate_{name}")
             function.argtypes, function.restype = arguments, _RESULTS.get(name)
             setattr(self, name, function)

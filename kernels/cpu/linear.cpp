@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "floats.h"
+#include "operators.h"
 #include "pool.h"
 #include "tile.h"
 

@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "functions.h"
+#include "operators.h"
 #include "pool.h"
 
 namespace sluicegate {

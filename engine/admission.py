@@ -13,18 +13,19 @@ from protocol.sampling import SamplingError
 def refusal(submit: Submit, resolved: Resolved) -> Failure | None:
     """Why the engine refuses this Submit for good, None if it does not."""
     return (
-        _unsupported(submit)
+        _unsupported(submit, resolved)
         or _other_model(submit, resolved)
         or _ids_outside(submit, resolved.info.vocab_size)
         or _too_long(submit, resolved)
     )
 
 
-def _unsupported(submit: Submit) -> Failure | None:
+def _unsupported(submit: Submit, resolved: Resolved) -> Failure | None:
     asked = {
         "grammar": submit.grammar is not None,
         "adapter": submit.adapter is not None,
         "pooling": submit.pooling is not Pooling.NONE,
+        "prompt_logprobs": submit.prompt_logprobs_from >= 0 and not resolved.info.prompt_logprobs,
     }
     names = ", ".join(name for name, wanted in asked.items() if wanted)
     return Failure(ErrorCode.BAD_REQUEST, f"This engine does not support {names}.") if names else None

@@ -99,7 +99,8 @@ class ModelInfo:
 
     `bundle` is the packed tokenizer bundle (`protocol.bundle`). `num_blocks` is the size of the
     KV block pool. `eos_ids` come from generation_config.json, then config.json. Without
-    `prefix_caching` no request starts from another one's blocks, whatever the operator asked.
+    `prefix_caching` no request starts from another one's blocks, whatever the operator asked;
+    without `prompt_logprobs` requests for them are refused, so that no plan has a `scoring`.
     """
 
     digest: str
@@ -112,6 +113,7 @@ class ModelInfo:
     generation_defaults: dict[str, object]
     bundle: bytes
     prefix_caching: bool = True
+    prompt_logprobs: bool = True
 
 
 #: Called by `load` with (phase text, bytes done, bytes in all).

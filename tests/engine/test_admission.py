@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.admission import refusal
@@ -77,3 +79,13 @@ def test_accepted(values):
 def test_the_context_bounds_what_is_asked_for():
     roomy = Driver(max_model_len=100, fake_num_blocks=7).resolved
     assert refusal(submit(1, b"x" * 99, max_tokens=10_000), roomy) is None
+
+
+def test_prompt_logprobs_of_a_backend_that_has_none() -> None:
+    without = replace(RESOLVED, info=replace(RESOLVED.info, prompt_logprobs=False))
+    asked = submit(1, b"prompt", prompt_logprobs_from=0)
+    assert refusal(asked, RESOLVED) is None
+    failure = refusal(asked, without)
+    assert failure is not None
+    assert (failure.code, failure.text) == (ErrorCode.BAD_REQUEST, "This engine does not support prompt_logprobs.")
+    assert refusal(submit(1, b"prompt"), without) is None

@@ -13,8 +13,9 @@ import torch
 import kernels
 from engine.device.gpu_memory import kv_memory_bytes
 from engine.device.gpu_runner import MAX_IN_FLIGHT, GpuRunner, GpuSettings
-from engine.device.kv import KVLayout, default_kv_memory_bytes, plan_kv
+from engine.device.kv import KVLayout, plan_kv
 from engine.device.runner import ModelRunner
+from engine.host_memory import default_kv_memory_bytes
 from engine.loading.formats import Checkpoint
 from engine.loading.generation import eos_ids, generation_defaults, read_generation_config
 from engine.loading.identity import model_digest, numerics_hash

@@ -25,9 +25,9 @@ import kernels
 from engine.backends.transformers_model import TransformersModel
 from engine.config import EngineConfig
 from engine.device.columns import u32_column
-from engine.device.kv import default_kv_memory_bytes
 from engine.device.sampler import Sampler
 from engine.device.scoring import ScoredRows, score
+from engine.host_memory import default_kv_memory_bytes
 from engine.loading.formats import Checkpoint
 from engine.loading.generation import eos_ids, generation_defaults, read_generation_config
 from engine.loading.identity import model_digest, numerics_hash

@@ -42,7 +42,7 @@ class Checkpoint:
         self.files = _weight_files(folder)
         self.entries: dict[str, TensorEntry] = {}
         for file in self.files:
-            for name, entry in _entries(file).items():
+            for name, entry in tensor_entries(file).items():
                 if name in self.entries:
                     raise ModelError(f"{file} holds {name}, which {self.entries[name].file.name} holds as well.")
                 self.entries[name] = entry
@@ -85,7 +85,8 @@ def _weight_files(folder: ModelFolder) -> tuple[Path, ...]:
     return tuple(folder.path / name for name in names)
 
 
-def _entries(file: Path) -> dict[str, TensorEntry]:
+def tensor_entries(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file. Raises ModelError when it is cut, too long or malformed."""
     header = read_header(file)
     try:
         table = json.loads(header)

@@ -80,7 +80,7 @@ def _fetch(source: Source, reference: Reference, model: CachedModel, listing: Li
         batch.check_space(files)
         batch.run(files, lambda done, total: progress(f"fetching {reference}", done, total))
     except SourceError as error:
-        raise SourceError(f"{reference}: {error}") from error
+        raise type(error)(f"{reference}: {error}") from error
     return model.publish(staging, listing.version)
 
 

@@ -16,7 +16,7 @@ class SourceError(LoadError):
 
 
 class Unreachable(SourceError):
-    """Nobody answers there now, so that what is in the cache may stand in."""
+    """Not now: nobody answers there, or it breaks off. What is in the cache may stand in, and another try may help."""
 
 
 class Interrupted(Exception):

@@ -104,7 +104,7 @@ class _Download:
                 stalls = stalls + 1 if self._done <= furthest else 0
                 furthest = max(furthest, self._done)
                 if stalls == MAX_STALLS:
-                    raise SourceError(
+                    raise Unreachable(
                         f"{self._file.name} broke off at byte {self._done} of {self._file.size}, and {MAX_STALLS} "
                         f"tries brought no more: {error}. What was fetched is kept; the next try goes on from there."
                     ) from error

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -53,25 +52,3 @@ def test_context_that_does_not_fit() -> None:
     assert "--max-model-len 512 needs 32 KV blocks" in text
     assert f"--kv-cache-memory-bytes {memory} holds 31" in text
     assert "at most 496" in text
-
-
-def test_default_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv, "free_memory_bytes", lambda: 4 * 2**30)
-    assert kv.default_kv_memory_bytes(0) == 2**30
-    assert kv.default_kv_memory_bytes(2**31) == 2**29
-    assert kv.default_kv_memory_bytes(2**40) == 0
-    monkeypatch.setattr(kv, "free_memory_bytes", lambda: 2**40)
-    assert kv.default_kv_memory_bytes(0) == 2 * 2**30
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [("max\n", 1024 * 1024), ("700000\n", 500000), ("100\n", 0), (None, 1024 * 1024)]
-)
-def test_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, expected: int) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 9999 kB\nMemAvailable:    1024 kB\n")
-    monkeypatch.setattr(kv, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(kv, "_CGROUP", tmp_path)
-    if limit is not None:
-        (tmp_path / "memory.max").write_text(limit)
-        (tmp_path / "memory.current").write_text("200000\n")
-    assert kv.free_memory_bytes() == expected

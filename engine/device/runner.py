@@ -10,6 +10,7 @@ import torch
 from engine.device.columns import u32_column
 from engine.device.inputs import InputBuilder
 from engine.device.kv import KVLayout
+from engine.device.layer_program import LayerProgram
 from engine.device.sampler import Sampler
 from engine.device.scoring import ScoredRows, score
 from engine.models.decoder import Decoder
@@ -25,7 +26,7 @@ class ModelRunner:
 
     def __init__(self, model: Decoder, kv: KVLayout, *, max_num_seqs: int, context_length: int) -> None:
         self._model = model
-        self._caches = kv.allocate(torch.device("cpu"))
+        self._layers = LayerProgram(model, kv.allocate(torch.device("cpu")))
         self._inputs = InputBuilder(
             max_num_seqs=max_num_seqs,
             max_blocks=-(-context_length // kv.block_size),
@@ -49,7 +50,7 @@ class ModelRunner:
         if scored is not None:
             assert batch.sampled is not None
             batch = replace(batch, sampled=torch.cat((batch.sampled, scored.rows)))
-        hidden = self._model.hidden(batch, self._caches)
+        hidden = self._layers.hidden(batch)
         scores = None if scored is None else score(self._model.logits, hidden[num_sampled:], scored)
         if not num_sampled:
             return StepResult(plan.step, u32_column(torch.empty(0)), scored=scores)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 import kernels
 from engine.loading.store import ModelError
-from engine.loading.weights import Weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.loading.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from gateway.stream import Delta, Generation, GenerationRequest
 
 log = logging.getLogger(__name__)
 
-#: Logprobs of an unstreamed answer that are written on the event loop (5 ms); more are in a thread. A
-#: request of 100 bytes can ask for a million, which take 5 s.
+#: Logprobs that are written on the event loop (5 ms); more are in a thread. A request of 100 bytes can ask
+#: for a million, which take 5 s.
 INLINE_ENTRIES = 1000
 
 #: Makes the reply of a generation that has begun.
@@ -58,7 +58,7 @@ async def _whole(request: Request, generation: Generation, reply: Reply, measure
         return deltas
 
     deltas = await unless_left(request.receive, collect())
-    num_entries = sum(len(delta.ids) * (1 + delta.logprobs.k) for delta in deltas if delta.logprobs is not None)
+    num_entries = sum(map(reply.num_entries, deltas))
     body = reply.whole(deltas) if num_entries <= INLINE_ENTRIES else await asyncio.to_thread(reply.whole, deltas)
     response = Response(body, media_type="application/json")
     measure.finish()
@@ -80,10 +80,10 @@ async def _streamed(request: Request, generation: Generation, reply: Reply, meas
                 await write(KEEP_ALIVE)
             else:
                 measure.streamed(delta)
-                await write(reply.events(delta))
+                await write(await _events(reply, delta))
             while (later := await generation.next()) is not None:
                 measure.streamed(later)
-                if events := reply.events(later):
+                if events := await _events(reply, later) if reply.echoes_logprobs else reply.events(later):
                     await write(events)
             await write(reply.last_events())
         except GatewayError as error:
@@ -97,6 +97,13 @@ async def _streamed(request: Request, generation: Generation, reply: Reply, meas
         measure.finish()
 
     return EventStream(produce, end)
+
+
+async def _events(reply: Reply, delta: Delta) -> bytes:
+    """The events of a delta that may have the logprobs of a long prompt."""
+    if reply.num_entries(delta) <= INLINE_ENTRIES:
+        return reply.events(delta)
+    return await asyncio.to_thread(reply.events, delta)
 
 
 def _failed(request: Request, error: GatewayError) -> bytes:

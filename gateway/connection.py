@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from gateway.stream import Gap
+from gateway.rows import Gap
 from protocol import bundle
 from protocol.codec import decode_from_engine, encode
 from protocol.messages import (
@@ -34,6 +34,7 @@ from protocol.messages import (
     Hello,
     Logprobs,
     Phase,
+    PromptLogprobs,
     Reject,
     Role,
     Serving,
@@ -58,6 +59,9 @@ class Receiver(Protocol):
     """Who a Submit's answers are for. After `finished` or `lost` nothing more comes."""
 
     def admitted(self, cached_tokens: int) -> None: ...
+
+    def push_prompt(self, first: int, rows: Logprobs) -> None:
+        """Logprobs of prompt tokens from position `first` on. Raises Gap if one is missing before them."""
 
     def push(self, first: int, ids: array[int], rows: Logprobs | None) -> None:
         """Tokens from number `first` on. Raises Gap if one is missing before them."""
@@ -235,6 +239,9 @@ class Connection:
         match decode_from_engine(frame):
             case Step() as step:
                 return self._on_step(step)
+            case PromptLogprobs(handle=handle, first=first, logprobs=rows):
+                if (receiver := self._stream(handle).receiver) is not None:
+                    receiver.push_prompt(first, rows)
             case Finished() as message:
                 self._on_finished(message)
             case Admitted() as message:

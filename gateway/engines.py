@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gateway.connection import Connection, LinkFault
 from gateway.dealer import Context, CurveKeys, Dealer
-from gateway.stream import Gap
+from gateway.rows import Gap
 from protocol.codec import WireError
 from protocol.messages import BEAT_MS, SILENCE_MS, EngineBeat, Phase, Serving
 

@@ -12,7 +12,8 @@ from gateway.connection import Connection
 from gateway.engines import EngineLink
 from gateway.errors import BadRequest, EngineFailed
 from gateway.router import Seat
-from gateway.stream import Choice, Gap, GenerationRequest
+from gateway.rows import Gap
+from gateway.stream import Choice, GenerationRequest
 from protocol.codec import WireError
 from protocol.messages import AbortReason, Failure, Finished, FinishReason, Logprobs, Serving, Submit
 
@@ -80,8 +81,8 @@ class Placement:
         self.origin: Serving | None = None  # what the engine that had it last offered
         self.since: float | None = None  # when it last lost its engine or was refused, until admitted
         self.retry_at = 0.0
-        self.num_known = 0  # tokens it had when its present engine got it
-        self.deaths = 0  # engines lost in a row without a token from them
+        self.num_known = 0  # what it had received when its present engine got it
+        self.deaths = 0  # engines lost in a row without a token, or a logprob of the prompt, from them
         self.resumed_exactly: bool | None = None  # None when not resumed, or counted already
         choice.carried_by(self)
 
@@ -92,8 +93,8 @@ class Placement:
 
     @property
     def is_unproven(self) -> bool:
-        """Whether it is with an engine that has given it no token yet."""
-        return self.seat is not None and len(self.choice.generated_ids) == self.num_known
+        """Whether it is with an engine that has given it nothing yet."""
+        return self.seat is not None and self.choice.num_received == self.num_known
 
     def waited_s(self) -> float:
         """For how long no engine has had it; the clock starts with the first call."""
@@ -111,6 +112,9 @@ class Placement:
             self._owner.count_resume(self.resumed_exactly)
             self.resumed_exactly = None
 
+    def push_prompt(self, first: int, rows: Logprobs) -> None:
+        self.choice.push_prompt(first, rows)
+
     def push(self, first: int, ids: array[int], rows: Logprobs | None) -> None:
         try:
             self.choice.push(first, ids, rows)
@@ -126,6 +130,8 @@ class Placement:
         num_generated = len(self.choice.generated_ids)
         if message.error is None and message.num_generated != num_generated:
             raise Gap(f"{message.num_generated} tokens were generated, {num_generated} came")
+        if message.error is None and (missing := self.choice.next_scored) >= 0 and not self.choice.ended:
+            raise Gap(f"the end came where the prompt's logprobs at {missing} were next")
         self.seat = None
         if message.error is not None:
             self._owner.refused(self, message.error)
@@ -156,7 +162,7 @@ class Placement:
         group, leads = None, False
         if self.siblings is not None and not resume:
             group, leads = self.siblings.join(seat)
-        self.seat, self.origin, self.num_known = seat, seat.serving, len(choice.generated_ids)
+        self.seat, self.origin, self.num_known = seat, seat.serving, choice.num_received
         message = Submit(
             handle=seat.handle,
             request_id=request.request_id,
@@ -170,6 +176,7 @@ class Placement:
             group=group,
             leader=leads,
             resume=resume,
+            prompt_logprobs_from=choice.next_scored,
             expect_digest=seat.serving.digest,
             expect_numerics=seat.serving.numerics,
         )

@@ -18,10 +18,13 @@ from gateway.stream import GenerationRequest, TextDecoder
 from gateway.texts import ModelText
 from gateway.tokenizer import PromptTooLong
 from protocol.messages import Serving, u32
-from protocol.sampling import SamplingError, SamplingParams
+from protocol.sampling import MAX_BAD_WORD_IDS, SamplingError, SamplingParams, shown
 
 #: What OpenAI's legacy route generates when nothing is said.
 COMPLETION_MAX_TOKENS = 16
+
+#: Logprobs of prompts in one answer: some 120 MB of JSON.
+MAX_PROMPT_ENTRIES = 2**21
 
 #: Ids of a prompt that are made text without a pause; each takes some microseconds.
 _ECHO_IDS = 512
@@ -47,7 +50,7 @@ async def prepare_chat(request: ChatRequest, serving: Serving, text: ModelText, 
         )
     except PromptTooLong as error:
         raise _context_exceeded(error, request.options, "messages", serving) from None
-    return _generation(request.options, (prompt_ids,), "messages", None, serving, text, call)
+    return await _generation(request.options, (prompt_ids,), "messages", None, serving, text, call)
 
 
 async def prepare_completion(
@@ -66,7 +69,7 @@ async def prepare_completion(
             await slices.turn()
     except PromptTooLong as error:
         raise _context_exceeded(error, request.options, "prompt", serving) from None
-    return _generation(request.options, tuple(prompts), "prompt", COMPLETION_MAX_TOKENS, serving, text, call)
+    return await _generation(request.options, tuple(prompts), "prompt", COMPLETION_MAX_TOKENS, serving, text, call)
 
 
 async def echoes(request: CompletionRequest, prompts: tuple[array[int], ...], text: ModelText) -> list[str]:
@@ -92,7 +95,7 @@ async def echoes(request: CompletionRequest, prompts: tuple[array[int], ...], te
     return texts
 
 
-def _generation(
+async def _generation(
     options: Options,
     prompts: tuple[array[int], ...],
     field: str,
@@ -104,6 +107,8 @@ def _generation(
     for prompt_ids in prompts:
         _check_prompt(prompt_ids, field, serving)
     max_tokens = _max_tokens(options, max(map(len, prompts)), default_max_tokens, field, serving)
+    _check_scored(options, prompts)
+    bad_words = await _bad_words(options, text)
 
     def decoder(prompt_ids: array[int]) -> TextDecoder:
         return Detokenizer(text.tokenizer, prompt_ids, options.skip_special_tokens)
@@ -112,7 +117,7 @@ def _generation(
         request_id=call.request_id,
         model=serving.model,
         prompts=prompts,
-        sampling=_sampling(options, max_tokens, serving, text),
+        sampling=_sampling(options, max_tokens, bad_words, serving, text),
         decoder=decoder,
         n=options.n,
         seed=options.seed,
@@ -132,6 +137,39 @@ def _check_prompt(prompt_ids: array[int], field: str, serving: Serving) -> None:
         )
     if (highest := max(prompt_ids)) >= serving.vocab_size:
         raise BadRequest(f"{field}: token id {highest} is outside the vocabulary of {serving.vocab_size}.", field)
+
+
+def _check_scored(options: Options, prompts: tuple[array[int], ...]) -> None:
+    if (width := options.prompt_width) is None:
+        return
+    num_entries = sum(map(len, prompts)) * (1 + width) * options.n
+    if num_entries > MAX_PROMPT_ENTRIES:
+        name = "logprobs" if options.echoes_logprobs else "prompt_logprobs"
+        raise BadRequest(
+            f"{name}: prompt tokens times alternatives and one times n must be at most {MAX_PROMPT_ENTRIES}, "
+            f"got {num_entries}; send fewer prompts at once.",
+            name,
+        )
+
+
+async def _bad_words(options: Options, text: ModelText) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is written inside a text and after a space, in ids."""
+    sequences: dict[tuple[int, ...], None] = {}
+    slices = Slices()
+    for word in options.bad_words:
+        bare = word.lstrip(" ")
+        for form in filter(None, (bare, f" {bare}")):
+            try:
+                ids = await text.tokenizer.encode(form, add_special_tokens=False, most=MAX_BAD_WORD_IDS)
+            except PromptTooLong as error:
+                raise BadRequest(
+                    f"bad_words: {shown(word)} has {error.num_tokens} tokens; at most {MAX_BAD_WORD_IDS} are taken.",
+                    "bad_words",
+                ) from None
+            if ids:
+                sequences[tuple(ids)] = None
+        await slices.turn()
+    return tuple(sequences)
 
 
 def _max_tokens(options: Options, num_prompt: int, default: int | None, field: str, serving: Serving) -> int:
@@ -159,7 +197,9 @@ def _context_exceeded(prompt: PromptTooLong, options: Options, field: str, servi
     return ContextLengthExceeded(f"{text}. Shorten the prompt to at most {context - 1} tokens.", field)
 
 
-def _sampling(options: Options, max_tokens: int, serving: Serving, text: ModelText) -> SamplingParams:
+def _sampling(
+    options: Options, max_tokens: int, bad_words: tuple[tuple[int, ...], ...], serving: Serving, text: ModelText
+) -> SamplingParams:
     defaults = {
         name: value
         for name in _DEFAULTED
@@ -167,6 +207,7 @@ def _sampling(options: Options, max_tokens: int, serving: Serving, text: ModelTe
     }
     # Any: `validate` checks the type of each.
     fields: dict[str, Any] = {**defaults, **options.sampling, "max_tokens": max_tokens, "logprobs": options.logprobs}
+    fields |= {"prompt_logprobs": options.prompt_width, "bad_words": bad_words}
     # A stop string that is one special token is found by the engine, a step or two sooner.
     stop_ids = [token for stop in options.stop if (token := text.tokenizer.special_id(stop)) is not None]
     fields["stop_token_ids"] = tuple(dict.fromkeys([*fields.get("stop_token_ids", ()), *stop_ids]))
@@ -176,8 +217,7 @@ def _sampling(options: Options, max_tokens: int, serving: Serving, text: ModelTe
     except SamplingError as error:
         name = options.max_tokens_name if error.field == "max_tokens" else error.field
         raise BadRequest(str(error), name) from None
-    if sampling.logprobs is not None and sampling.logprobs > serving.max_logprobs:
-        raise BadRequest(
-            f"At most {serving.max_logprobs} logprobs a token are offered, got {sampling.logprobs}.", "logprobs"
-        )
+    for name, asked in (("logprobs", options.logprobs), ("prompt_logprobs", options.prompt_logprobs)):
+        if asked is not None and asked > serving.max_logprobs:
+            raise BadRequest(f"At most {serving.max_logprobs} {name} a token are offered, got {asked}.", name)
     return sampling

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import orjson
 
-from gateway.logprobs import ChatLogprobs, CompletionLogprobs
+from gateway.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs, joined
 from gateway.schemas import Options
 from gateway.stream import Delta, Generation
 from gateway.tokenizer import Tokenizer
@@ -70,11 +70,24 @@ class Reply:
         #: The end of most chunks.
         self._plain_end = shape.after_text + b',"logprobs":null,"finish_reason":null}]' + self._no_usage + b"}\n\n"
         #: Tokens are told even where they have no text.
+        #: vLLM's list for a prompt, None where nobody asked.
+        k = options.prompt_logprobs
+        self._prompt_format = None if k is None else PromptLogprobs(tokenizer, k)
+        #: Whether an event may be long: the first of a choice then has the logprobs of its prompt.
+        self.echoes_logprobs = options.echoes_logprobs
         self._shows_ids = options.logprobs is not None or options.return_token_ids
         #: Whether more than its text differs from chunk to chunk.
         self._is_rich = self._shows_ids or options.continuous_usage
         self._begun = [False] * len(generation.choices)
         self._num_generated = [0] * len(generation.choices)
+
+    def num_entries(self, delta: Delta) -> int:
+        """Logprobs that `events` or `whole` will write for a delta."""
+        rows = delta.logprobs
+        num_entries = 0 if rows is None else len(delta.ids) * (1 + rows.k)
+        if (width := self._options.prompt_width) is not None and not self._begun[delta.index]:
+            num_entries += len(self._generation.choices[delta.index].prompt_ids) * (1 + width)
+        return num_entries
 
     # --- a stream --------------------------------------------------------------------------------
 
@@ -131,7 +144,11 @@ class Reply:
         # Written one by one: as objects, the logprobs of all choices take ten times the memory of their JSON.
         ordered = sorted(deltas, key=lambda delta: delta.index)
         choices = [orjson.Fragment(orjson.dumps(self._choice(delta))) for delta in ordered]
-        return orjson.dumps({**self._head, "choices": choices, "usage": self.usage()})
+        return orjson.dumps({**self._head, "choices": choices, "usage": self.usage(), **self._beside_choices()})
+
+    def _beside_choices(self) -> dict[str, object]:
+        """What else the body of an unstreamed answer has."""
+        return {}
 
     def _choice(self, delta: Delta) -> dict[str, object]:
         choice = {
@@ -168,7 +185,7 @@ class Reply:
         reason = delta.stop_reason
         return self._stop_strings.get(reason, reason) if isinstance(reason, int) else reason
 
-    def _logprobs(self, delta: Delta) -> dict[str, object] | None:
+    def _logprobs(self, delta: Delta) -> Mapping[str, object] | None:
         raise NotImplementedError
 
 
@@ -191,7 +208,12 @@ class ChatReply(Reply):
     def _content(self, delta: Delta) -> dict[str, object]:
         return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
 
-    def _logprobs(self, delta: Delta) -> dict[str, object] | None:
+    def _beside_choices(self) -> dict[str, object]:
+        if self._prompt_format is None:
+            return {}
+        return {"prompt_logprobs": self._prompt_format.of(self._generation.choices[0])}
+
+    def _logprobs(self, delta: Delta) -> Mapping[str, object] | None:
         return None if delta.logprobs is None else self._format.of(delta)
 
 
@@ -217,18 +239,33 @@ class CompletionReply(Reply):
 
     def _first_event(self, index: int) -> bytes:
         echo = self._echoes[index]
-        if not echo and not self._options.return_token_ids:
+        if not echo and not self._options.return_token_ids and not self.echoes_logprobs:
             return b""
-        event = self._before_text[index] + orjson.dumps(echo) + b',"logprobs":null,"finish_reason":null'
+        logprobs = orjson.dumps(self._prompt_lists(index)) if self.echoes_logprobs else b"null"
+        event = self._before_text[index] + orjson.dumps(echo) + b',"logprobs":' + logprobs + b',"finish_reason":null'
         if self._options.return_token_ids:
             event += b',"prompt_token_ids":' + orjson.dumps(self._generation.choices[index].prompt_ids.tolist())
         return event + b"}]" + self._chunk_usage() + b"}\n\n"
 
     def _content(self, delta: Delta) -> dict[str, object]:
-        return {"text": self._echoes[delta.index] + delta.text}
+        content: dict[str, object] = {"text": self._echoes[delta.index] + delta.text}
+        if self._prompt_format is not None:
+            content["prompt_logprobs"] = self._prompt_format.of(self._generation.choices[delta.index])
+        return content
 
-    def _logprobs(self, delta: Delta) -> dict[str, object] | None:
-        return None if delta.logprobs is None else self._formats[delta.index].of(delta)
+    def _logprobs(self, delta: Delta) -> Mapping[str, object] | None:
+        if delta.logprobs is None:
+            return None
+        lists = self._formats[delta.index].of(delta)
+        if self.echoes_logprobs and not self._options.stream:
+            return joined([self._prompt_lists(delta.index), lists])
+        return lists
+
+    def _prompt_lists(self, index: int) -> dict[str, list[object]]:
+        """What echo has of the prompt."""
+        k = self._options.logprobs
+        assert k is not None
+        return self._formats[index].of_prompt(self._echoes[index], self._generation.choices[index], k)
 
 
 def stop_strings(options: Options, tokenizer: Tokenizer) -> dict[int, str]:

@@ -159,7 +159,7 @@ class Dispatcher:
         """Its engine is gone."""
         if _is_settled(placement):
             return
-        gained = len(placement.choice.generated_ids) - placement.num_known
+        gained = placement.choice.num_received - placement.num_known
         placement.deaths = 0 if gained else placement.deaths + 1
         if placement.deaths >= self._settings.resume_attempts:
             placement.choice.fail(
@@ -222,12 +222,12 @@ class Dispatcher:
         return placement.choice.ended or seat is not None
 
     def _seat_elsewhere(self, placement: Placement, waited_s: float) -> Seat | None:
-        """Equal numerics if possible; the same model where no token binds to them, or after the timeout."""
+        """Equal numerics if possible; the same model where nothing received binds to them, or after the timeout."""
         origin = placement.origin
         assert origin is not None
         seat = self._router.seat_for_resumed(lambda offer: offer.numerics == origin.numerics)
         late = waited_s >= self._settings.resume_timeout_s and self._settings.resume_inexact
-        if seat is None and (late or not placement.choice.generated_ids):
+        if seat is None and (late or not placement.choice.num_received):
             seat = self._router.seat_for_resumed(lambda offer: offer.digest == origin.digest)
         return seat
 

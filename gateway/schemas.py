@@ -18,22 +18,21 @@ from typing import Any
 
 import orjson
 
+from gateway import fields
 from gateway.conversation import parse_messages
 from gateway.errors import BadRequest
 from gateway.templates import Message
 from protocol.checks import REQUIRED, Check, Key, Unfit, flag, integer, mapping, sequence, text
-from protocol.messages import U32
-from protocol.sampling import MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, MAX_TOKENS_LIMIT, shown
+from protocol.sampling import (
+    MAX_LOGPROBS,
+    MAX_STOP_IDS,
+    MAX_TOKENS_LIMIT,
+    shown,
+)
 
 log = logging.getLogger(__name__)
 
 MAX_N = 128
-#: Prompts times n of one request.
-MAX_CHOICES = 1024
-#: OpenAI takes 4.
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
-MAX_SALT_CHARS = 1024
 
 #: Whether max_tokens was given, and under which name, so that errors name the client's own field.
 MAX_TOKENS_NAMES = ("max_completion_tokens", "max_tokens")
@@ -66,6 +65,9 @@ class Options:
     max_tokens: int | None
     max_tokens_name: str
     logprobs: int | None
+    prompt_logprobs: int | None  # in vLLM's shape
+    echoes_logprobs: bool  # those of the prompt stand before the answer's
+    bad_words: tuple[str, ...]
     n: int
     seed: int | None
     stop: tuple[str, ...]
@@ -77,6 +79,12 @@ class Options:
     priority: int
     cache_salt: str
     return_token_ids: bool
+
+    @property
+    def prompt_width(self) -> int | None:
+        """Alternatives wanted for each token of the prompt, None where its logprobs are not."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echoes_logprobs else None]
+        return max((k for k in asked if k is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,30 +151,35 @@ def parse_chat(body: Mapping[str, object], *, allow_unknown: bool) -> ChatReques
 def parse_completion(body: Mapping[str, object], *, allow_unknown: bool) -> CompletionRequest:
     """A request to /v1/completions. Raises BadRequest naming the field."""
     values = _read(body, COMPLETION_KEYS, allow_unknown)
-    if values["echo"] and values["logprobs"] is not None:
-        raise BadRequest("echo with logprobs is not supported: leave one of them out.", "echo")
     num_choices = len(values["prompt"]) * values["n"]
-    if num_choices > MAX_CHOICES:
-        raise BadRequest(f"prompts times n must be at most {MAX_CHOICES}, got {num_choices}.", "prompt")
+    if num_choices > fields.MAX_CHOICES:
+        raise BadRequest(f"prompts times n must be at most {fields.MAX_CHOICES}, got {num_choices}.", "prompt")
     return CompletionRequest(
-        options=_options(values, values["logprobs"]),
+        options=_options(values, values["logprobs"], echo=values["echo"]),
         prompts=values["prompt"],
         echo=values["echo"],
         add_special_tokens=values["add_special_tokens"],
     )
 
 
-def _options(values: Mapping[str, Any], logprobs: int | None) -> Options:
+def _options(values: Mapping[str, Any], logprobs: int | None, *, echo: bool = False) -> Options:
     names = [name for name in MAX_TOKENS_NAMES if values.get(name) is not None]
     stream_options = values["stream_options"]
     if stream_options is not None and not values["stream"]:
         raise BadRequest("stream_options needs stream to be true.", "stream_options")
+    if values["prompt_logprobs"] is not None and values["stream"]:
+        raise BadRequest(
+            "prompt_logprobs come with a whole answer: leave stream out, or use echo with logprobs.", "prompt_logprobs"
+        )
     return Options(
         model=values["model"],
         sampling={name: values[name] for name in _SAMPLING_NUMBERS + _SAMPLING_OTHERS if values[name] is not None},
         max_tokens=values[names[0]] if names else None,
         max_tokens_name=names[0] if names else "max_tokens",
         logprobs=logprobs,
+        prompt_logprobs=values["prompt_logprobs"],
+        echoes_logprobs=echo and logprobs is not None,
+        bad_words=values["bad_words"],
         n=values["n"],
         seed=values["seed"],
         stop=values["stop"],
@@ -252,7 +265,6 @@ REFUSED: dict[str, Refused] = {
     "functions": Refused(_only([]), "use tools"),
     "guided_json": Refused(_only(), "structured output is not offered"),
     "modalities": Refused(_only(["text"]), "answers are text"),
-    "prompt_logprobs": Refused(_only(), "logprobs of the prompt are not offered"),
     "reasoning_effort": Refused(_only(), "pass what the model's template knows in chat_template_kwargs"),
     "response_format": Refused(_only({"type": "text"}), "only {'type': 'text'} is"),
     "store": Refused(_only(False), "nothing is stored"),
@@ -264,105 +276,32 @@ REFUSED: dict[str, Refused] = {
 }
 
 
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Unfit(f"must be a number, got {shown(value)}")
-    return value
-
-
-def _stop(value: object) -> tuple[str, ...]:
-    stops = (value,) if isinstance(value, str) else sequence(text(MAX_STOP_CHARS), MAX_STOPS)(value)
-    for stop in stops:
-        text(MAX_STOP_CHARS)(stop)
-        if not stop:
-            raise Unfit("must not hold an empty string")
-    return tuple(dict.fromkeys(stops))
-
-
-def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
-    entries = mapping(value)
-    if len(entries) > MAX_LOGIT_BIAS:
-        raise Unfit(f"must have at most {MAX_LOGIT_BIAS} entries, got {len(entries)}")
-    bias = {}
-    for key, entry in entries.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise Unfit(f"must map token ids (as strings of digits) to numbers, got the key {shown(key)}")
-        bias[int(key)] = float(_number(entry))
-    return tuple(bias.items())
-
-
-def _stream_options(value: object) -> dict[str, bool]:
-    options = {"include_usage": False, "continuous_usage_stats": False}
-    for name, entry in mapping(value).items():
-        if name not in options and name != "include_obfuscation":
-            raise Unfit(f"has an unknown field {shown(name)}")
-        options[name] = entry is not None and flag(entry)
-    return options
-
-
-def _prompts(value: object) -> tuple[str | array[int], ...]:
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, list) or not value:
-        raise Unfit(f"must be a string, a list of token ids, or a list of either, none empty; got {shown(value)}")
-    if isinstance(value[0], int):
-        return (_prompt_ids(value),)
-    if len(value) > MAX_CHOICES:
-        raise Unfit(f"must have at most {MAX_CHOICES} prompts, got {len(value)}")
-    if all(isinstance(entry, str) for entry in value):
-        return tuple(value)
-    return tuple(_prompt_ids(entry) for entry in value)
-
-
-def _prompt_ids(value: object) -> array[int]:
-    if not isinstance(value, list) or bool in set(map(type, value)):
-        raise Unfit(f"must be a list of token ids where it is not text, got {shown(value)}")
-    try:
-        return array(U32, value)
-    except (TypeError, OverflowError):
-        raise Unfit(f"must hold token ids (integers from 0), got {shown(value)}") from None
-
-
-def _salt(value: object) -> str:
-    salt = text(MAX_SALT_CHARS)(value)
-    if not salt:
-        raise Unfit("must have at least 1 character")
-    return str(salt)
-
-
-def _tools(value: object) -> tuple[dict[str, object], ...]:
-    return tuple(sequence(mapping, 1024)(value))
-
-
-def _any(value: object) -> object:
-    return value
-
-
 def _optional(check: Check, *names: str) -> tuple[Key, ...]:
     return tuple(Key(name, check, None) for name in names)
 
 
-_ID = integer(0, 2**32 - 1)
 _COUNT = integer(0, MAX_TOKENS_LIMIT)
 
 _SHARED_KEYS = (
     Key("model", text(256), ""),
-    *_optional(_number, *_SAMPLING_NUMBERS),
+    *_optional(fields.number, *_SAMPLING_NUMBERS),
     *_optional(integer(-(2**31), 2**31 - 1), "top_k"),
     *_optional(_COUNT, "max_tokens", "min_tokens"),
     *_optional(flag, "ignore_eos"),
-    *_optional(sequence(_ID, MAX_STOP_IDS), "stop_token_ids"),
-    *_optional(sequence(_ID, MAX_ALLOWED_IDS), "allowed_token_ids"),
-    *_optional(_logit_bias, "logit_bias"),
+    *_optional(sequence(fields.TOKEN_ID, MAX_STOP_IDS), "stop_token_ids"),
+    *_optional(fields.allowed_ids, "allowed_token_ids"),
+    *_optional(fields.logit_bias, "logit_bias"),
     *_optional(integer(-(2**63), 2**63 - 1), "seed"),
     Key("n", integer(1, MAX_N), 1),
-    Key("stop", _stop, ()),
+    Key("stop", fields.stop, ()),
+    Key("bad_words", fields.bad_words, ()),
+    *_optional(integer(0, MAX_LOGPROBS), "prompt_logprobs"),
     Key("include_stop_str_in_output", flag, False),
     Key("skip_special_tokens", flag, True),
     Key("stream", flag, False),
-    Key("stream_options", _stream_options, None),
+    Key("stream_options", fields.stream_options, None),
     Key("priority", integer(-(2**31), 2**31 - 1), 0),
-    Key("cache_salt", _salt, ""),
+    Key("cache_salt", fields.salt, ""),
     Key("return_token_ids", flag, False),
 )
 
@@ -372,8 +311,8 @@ CHAT_KEYS = (
     *_optional(_COUNT, "max_completion_tokens"),
     Key("logprobs", flag, False),
     *_optional(integer(0, MAX_LOGPROBS), "top_logprobs"),
-    Key("tools", _tools, ()),
-    Key("tool_choice", _any, "auto"),
+    Key("tools", fields.tools, ()),
+    Key("tool_choice", fields.anything, "auto"),
     *_optional(flag, "add_generation_prompt"),
     Key("continue_final_message", flag, False),
     Key("add_special_tokens", flag, False),
@@ -382,7 +321,7 @@ CHAT_KEYS = (
 
 COMPLETION_KEYS = (
     *_SHARED_KEYS,
-    Key("prompt", _prompts),
+    Key("prompt", fields.prompts),
     *_optional(integer(0, MAX_LOGPROBS), "logprobs"),
     Key("echo", flag, False),
     Key("add_special_tokens", flag, True),

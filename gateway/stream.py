@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.errors import GatewayError
+from gateway.rows import Gap, append_row, no_prompt_rows, no_rows
 from gateway.stops import StopMatcher
-from protocol.messages import F32, U32, AbortReason, FinishReason, Logprobs
+from protocol.messages import U32, AbortReason, FinishReason, Logprobs
 from protocol.sampling import SamplingParams
 
 
@@ -86,10 +87,6 @@ class Delta:
     stop_reason: str | int | None = None
 
 
-class Gap(Exception):
-    """A token was skipped on the way: the link that brought this frame cannot be trusted."""
-
-
 class Carrier(Protocol):
     """What brings a choice its tokens, as the choice sees it."""
 
@@ -125,6 +122,7 @@ class Choice:
         "include_stop",
         "index",
         "prompt_ids",
+        "prompt_logprobs",
         "sampling",
     )
 
@@ -135,6 +133,8 @@ class Choice:
         self.index = index
         self.prompt_ids = request.prompts[index // request.n]
         self.sampling = sampling
+        #: Of the prompt's tokens from position 1 on, as far as they came; None when nobody asked.
+        self.prompt_logprobs = no_prompt_rows(sampling)
         self.include_stop = request.include_stop
         #: The journal: every token that counts, in order.
         self.generated_ids: array[int] = array(U32)
@@ -151,7 +151,7 @@ class Choice:
         self._stop_ids = frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_ids))
         self._unread_text: list[str] = []
         self._unread_from = 0
-        self._unread_rows = _no_rows(sampling)
+        self._unread_rows = no_rows(sampling)
         self._finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
 
@@ -166,6 +166,34 @@ class Choice:
             self.admitted = True
             self.cached_tokens = cached_tokens
 
+    @property
+    def next_scored(self) -> int:
+        """The first prompt position whose logprobs are still to come, -1 when none are."""
+        if self.prompt_logprobs is None or len(self.prompt_logprobs.own) == len(self.prompt_ids) - 1:
+            return -1
+        return len(self.prompt_logprobs.own) + 1
+
+    @property
+    def num_received(self) -> int:
+        """Tokens and logprobs of the prompt: what engines gave it so far."""
+        return len(self.generated_ids) + (0 if self.prompt_logprobs is None else len(self.prompt_logprobs.own))
+
+    def push_prompt(self, first: int, rows: Logprobs) -> None:
+        """Logprobs of the prompt's tokens at positions `first`, `first + 1`, ...
+
+        Known ones are dropped. Raises Gap if one is missing in between, or they are not what was asked.
+        """
+        if self.ended:
+            return
+        to, count = self.prompt_logprobs, len(rows.own)
+        if to is None or rows.k < to.k or first + count > len(self.prompt_ids):
+            raise Gap(f"{count} logprobs of the prompt from {first} on, {rows.k} wide, were not asked")
+        known = len(to.own)
+        if first > known + 1:
+            raise Gap(f"the prompt's logprobs at {first} came where {known + 1} was next")
+        for at in range(known + 1 - first, count):
+            append_row(to, rows, at)
+
     def push(self, first: int, ids: array[int], rows: Logprobs | None = None) -> None:
         """Tokens number `first`, `first + 1`, ... of this choice; `rows` are theirs, one each.
 
@@ -176,6 +204,8 @@ class Choice:
         known = len(self.generated_ids)
         if first > known:
             raise Gap(f"token {first} came where {known} was next")
+        if not known and self.next_scored >= 0:
+            raise Gap(f"a token came where the prompt's logprobs at {self.next_scored} were next")
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         generated_ids, unread_rows = self.generated_ids, self._unread_rows
@@ -185,13 +215,13 @@ class Choice:
             if unread_rows is not None:
                 if rows is None:
                     raise Gap(f"token {len(generated_ids) - 1} came without the logprobs that were asked")
-                _append_row(unread_rows, rows, at)
+                append_row(unread_rows, rows, at)
             if token in self._stop_ids and self._is_stop(token) and not self.include_stop:
                 continue  # its Finished follows
             text = self._decoder.push(token)
             matched = None
             if self._has_stops:
-                text, matched = self._matcher.push(text, armed=len(generated_ids) >= self.sampling.min_tokens)
+                text, matched = self._matcher.push(text, armed=len(generated_ids) > self.sampling.min_tokens)
             if text:
                 self._unread_text.append(text)
             if matched is not None:
@@ -205,7 +235,8 @@ class Choice:
         """The engine, or `verdict`, says that the last token was the last. STOP or LENGTH."""
         if self.ended:
             return
-        text, matched = self._matcher.push(self._decoder.finish())
+        is_armed = len(self.generated_ids) > self.sampling.min_tokens
+        text, matched = self._matcher.push(self._decoder.finish(), armed=is_armed)
         self._unread_text.append(text)
         if matched is not None:
             self._end(FinishReason.STOP, matched)
@@ -224,6 +255,8 @@ class Choice:
 
         The answer when an engine died between the last token and its Finished.
         """
+        if self.next_scored >= 0:
+            return None
         num_generated = len(self.generated_ids)
         if num_generated and self._is_stop(last := self.generated_ids[-1]):
             return FinishReason.STOP, last
@@ -266,25 +299,8 @@ class Choice:
         text.clear()
         self._unread_from = num_generated
         if rows is not None:
-            self._unread_rows = _no_rows(self.sampling)
+            self._unread_rows = no_rows(self.sampling)
         return delta
-
-
-def _no_rows(sampling: SamplingParams) -> Logprobs | None:
-    if sampling.logprobs is None:
-        return None
-    return Logprobs(sampling.logprobs, array(F32), array(U32), array(U32), array(F32))
-
-
-def _append_row(to: Logprobs, rows: Logprobs, at: int) -> None:
-    """Row `at` of a step, which is as wide as the widest asked for in it, cut to what this choice asked."""
-    if rows.k < to.k:
-        raise Gap(f"logprobs came with {rows.k} alternatives where {to.k} were asked")
-    start = at * rows.k
-    to.own.append(rows.own[at])
-    to.rank.append(rows.rank[at])
-    to.top_ids.extend(rows.top_ids[start : start + to.k])
-    to.top.extend(rows.top[start : start + to.k])
 
 
 class Generation:

@@ -88,6 +88,10 @@ class Tokenizer:
         special tokens when those are skipped."""
         return self._visible_bytes if skip_special_tokens else self._bytes
 
+    def opening_bytes(self, token: int) -> bytes:
+        """Bytes of an id as the first of a text, where sentencepiece's mark of a word is no space."""
+        return self._bytes.opening(token)
+
     def token_texts(self, *, skip_special_tokens: bool) -> Mapping[int, str | None]:
         """`token_bytes` as text; None for those that are no whole characters."""
         return self._visible_texts if skip_special_tokens else self._texts
@@ -141,6 +145,13 @@ class _TokenBytes(dict[int, bytes]):
         value = b"" if piece is None else self._piece_bytes(piece)
         self[token] = value
         return value
+
+    def opening(self, token: int) -> bytes:
+        """Bytes of an id that begins a text."""
+        piece = self._backend.id_to_token(token)
+        if piece is None or self._byte_level or (self._byte_fallback and _BYTE_TOKEN.fullmatch(piece)):
+            return self[token]
+        return piece.encode() if self._decoder is None else self._decoder.decode([piece]).encode()
 
     def _piece_bytes(self, piece: str) -> bytes:
         if self._byte_level:

@@ -110,6 +110,7 @@ class StubDispatcher:
         lines = [(choice, self._line(request, choice)) for choice in generation.choices]
         for choice, _ in lines:
             choice.admit(self.cached_tokens)
+            _score(choice)
         while lines:
             await self.flow.wait()
             lines = [(choice, line) for choice, line in lines if not choice.ended and next(line)]
@@ -208,6 +209,18 @@ def _serving(sha256: str) -> Serving:
         max_logprobs=20,
         hang_timeout_ms=10_000,
     )
+
+
+def _score(choice: Choice) -> None:
+    """In slices of 3: the token at position i has -i/8, alternatives as in `_rows`."""
+    if choice.prompt_logprobs is None:
+        return
+    k, ids = choice.prompt_logprobs.k, choice.prompt_ids
+    for first in range(1, len(ids), 3):
+        part = range(first, min(first + 3, len(ids)))
+        top_ids = u32([ids[i] + 1 + j for i in part for j in range(k)])
+        own, tops = f32([-i / 8 for i in part]), f32([-1.0 - j for _ in part for j in range(k)])
+        choice.push_prompt(first, Logprobs(k, own, u32([1] * len(part)), top_ids, tops))
 
 
 def _rows(request: GenerationRequest, token: int) -> Logprobs | None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gateway.connection import Connection, LinkFault
-from gateway.stream import Gap
+from gateway.rows import Gap
 from protocol.codec import WireError, decode_from_gateway, encode
 from protocol.messages import (
     PROTOCOL,

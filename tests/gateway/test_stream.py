@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import EngineFailed
-from gateway.stream import Choice, Delta, Gap, Generation
+from gateway.rows import Gap
+from gateway.stream import Choice, Delta, Generation
 from protocol.messages import AbortReason, FinishReason, Logprobs, f32, u32
 from protocol.sampling import SamplingParams
 from tests.gateway.scripted_engine import EOS, request
@@ -128,6 +129,51 @@ async def test_text_stops_wait_for_min_tokens() -> None:
     delta = await take(generation)
     assert delta.text == "abaaa"
     assert (len(delta.ids), delta.stop_reason) == (6, "b")
+
+
+def prompt_rows(*own: float, k: int = 1) -> Logprobs:
+    n = len(own)
+    return Logprobs(k, f32(own), u32([1] * n), u32([7] * n * k), f32([-9.0] * n * k))
+
+
+async def test_prompt_logprobs_are_collected_once_each_and_before_the_tokens() -> None:
+    generation, choice, _ = one(prompts=(u32([1, 2, 3, 4, 5]),), sampling=sampling(prompt_logprobs=1))
+    assert choice.next_scored == 1
+    choice.push_prompt(1, prompt_rows(-1, -2))
+    choice.push_prompt(2, prompt_rows(-2, -3, k=3))  # known ones again, from another life, and wider
+    assert choice.next_scored == 4
+    assert choice.num_received == 3
+    with pytest.raises(Gap, match="a token came where the prompt's logprobs at 4 were next"):
+        choice.push(0, u32([0]))
+    choice.push_prompt(4, prompt_rows(-4))
+    assert choice.next_scored == -1
+    choice.push(0, u32([0]))
+    assert choice.prompt_logprobs == prompt_rows(-1, -2, -3, -4)
+    assert choice.num_received == 5
+    assert (await take(generation)).text == "a"
+
+
+@pytest.mark.parametrize(
+    ("first", "rows", "words"),
+    [
+        (2, prompt_rows(-1, k=2), "at 2 came where 1 was next"),
+        (1, prompt_rows(-1, k=1), "1 wide, were not asked"),
+        (1, prompt_rows(-1, -2, -3, k=2), "3 logprobs of the prompt from 1 on"),
+    ],
+)
+async def test_prompt_logprobs_that_skip_or_are_others_are_a_gap(first: int, rows: Logprobs, words: str) -> None:
+    _, choice, _ = one(prompts=(u32([1, 2, 3]),), sampling=sampling(prompt_logprobs=2))
+    with pytest.raises(Gap, match=words):
+        choice.push_prompt(first, rows)
+
+
+async def test_a_choice_that_only_scores_is_not_complete_before_its_last_row() -> None:
+    generation, choice, _ = one(prompts=(u32([1, 2, 3]),), sampling=sampling(max_tokens=0, prompt_logprobs=0))
+    assert choice.verdict() is None
+    choice.push_prompt(1, prompt_rows(-1, -2))
+    assert choice.verdict() == (FinishReason.LENGTH, None)
+    choice.finish(FinishReason.LENGTH, None)
+    assert (await take(generation)).finish_reason is FinishReason.LENGTH
 
 
 async def test_a_stop_token_is_counted_but_not_shown() -> None:
@@ -293,7 +339,7 @@ async def test_how_tokens_come_and_are_read_changes_nothing(
         (end, end - len(stop), stop)
         for stop in stops
         for end in range(len(stop), len(whole) + 1)
-        if end >= min_tokens and whole[end - len(stop) : end] == stop
+        if end > min_tokens and whole[end - len(stop) : end] == stop
     ]
     num_tokens, length, matched = min(ends, default=(len(ids), len(whole), None))
 

@@ -37,7 +37,9 @@ class GatewayConfig(Settings):
         description="Ignore fields of requests that are not known, and log each name once, instead of refusing them.",
     )
     credit_wait: float = Field(
-        10.0, ge=0, description="Seconds that a request waits for an engine with room before it is answered 429."
+        10.0,
+        ge=0,
+        description="Seconds that a request waits for an engine with room (then 429), or for one that is away (503).",
     )
     resume_timeout: float = Field(
         30.0, ge=0, description="Seconds that a choice whose engine was lost waits for another one."

@@ -21,7 +21,7 @@ from gateway.placement import Placement, Siblings
 from gateway.router import Router, Seat, stop_process
 from gateway.slices import Slices
 from gateway.stream import Generation, GenerationRequest
-from protocol.messages import ErrorCode, Failure
+from protocol.messages import ErrorCode, Failure, Serving
 from protocol.metrics import Instruments
 from protocol.sampling import choice_seed
 
@@ -75,13 +75,20 @@ class Dispatcher:
         self._look_again = asyncio.Event()
         router.watch(self._look_again.set)
 
+    async def await_serving(self, model: str) -> Serving:
+        """What is served under a name; an engine that died has as long to come back as a request waits for room.
+
+        Raises ModelNotFound or Unavailable.
+        """
+        return await self._router.await_serving(model, self._settings.credit_wait_s)
+
     async def start(self, request: GenerationRequest) -> Generation:
         """Returns once the request's first choice is with an engine.
 
-        Raises ModelNotFound, Overloaded (no credit within the bounded wait) or Unavailable. If it
+        Raises ModelNotFound, Overloaded (no credit within the bounded wait) or Unavailable (no engine). If it
         is cancelled while waiting (the client left), nothing stays behind.
         """
-        generation = Generation(request, self._router.serving(request.model).eos_ids)
+        generation = Generation(request, self._router.last_serving(request.model).eos_ids)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         siblings = [Siblings() if request.n > 1 else None for _ in request.prompts]
         first, *rest = [

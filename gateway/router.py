@@ -84,7 +84,8 @@ class Router:
         self._tasks: list[asyncio.Task[None]] = []
         self._context: dealer.Context | None = None
         self._lines: dict[str, deque[_Waiter]] = {}
-        self._known_models: set[str] = set()
+        self._known: dict[str, Serving] = {}  # what was last served under each name
+        self._expecting: set[asyncio.Future[None]] = set()
         self._moved_at = -float("inf")
         self._last_offers: list[Offer] = []
         self._watchers: list[Callable[[], None]] = []
@@ -131,6 +132,10 @@ class Router:
         by_name = {serving.model: serving for _, serving in self._offers()}
         return [by_name[name] for name in sorted(by_name)]
 
+    def model_names(self) -> list[str]:
+        """Of what is served now, or was while nothing is. Sorted."""
+        return [serving.model for serving in self.models()] or sorted(self._known)
+
     def serving(self, model: str) -> Serving:
         """Limits, defaults and bundle hash of a served name. Raises ModelNotFound or Unavailable."""
         for _, serving in self._offers():
@@ -138,10 +143,37 @@ class Router:
                 return serving
         names = ", ".join(s.model for s in self.models())
         loading = any(link.state is LinkState.LOADING for link in self._links)
-        if model in self._known_models or loading or not names:
+        if model in self._known or loading or not names:
             what = f"the model {model!r}" if model else "a model"
             raise Unavailable(f"no engine serves {what} at the moment.")
         raise ModelNotFound(f"the model {model!r} does not exist; this server has {names}.")
+
+    def last_serving(self, model: str) -> Serving:
+        """As `serving`, also while all engines of a model are away."""
+        return self._known.get(model) or self.serving(model)
+
+    async def await_serving(self, model: str, wait_s: float) -> Serving:
+        """As `serving`, but an engine that had the model and is away gets `wait_s` seconds to come back."""
+        until = time.monotonic() + wait_s
+        while True:
+            try:
+                return self.serving(model)
+            except Unavailable:
+                left_s = until - time.monotonic()
+                if left_s <= 0 or not self._may_come_back(model):
+                    raise
+            change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._expecting.add(change)
+            try:
+                await asyncio.wait([change], timeout=left_s)
+                if change.done():
+                    change.result()
+            finally:
+                self._expecting.discard(change)
+
+    def _may_come_back(self, model: str) -> bool:
+        """Whether the model was served, and some link has no engine that serves."""
+        return model in self._known and any(link.serving is None for link in self._links)
 
     def _offers(self) -> Iterator[Offer]:
         for link in self._links:
@@ -174,10 +206,10 @@ class Router:
     ) -> Seat:
         """A seat for new work, first come first served; at `near`, if it has credit.
 
-        Raises ModelNotFound or Unavailable where nothing serves, and Overloaded when no credit came
-        in `wait_s` seconds. The `patient` wait on while an engine serves, and for `wait_s` when none does.
+        Raises ModelNotFound for a model that never was, and Unavailable or Overloaded when in `wait_s`
+        seconds no engine came or none had credit. The `patient` wait on while an engine serves.
         """
-        if not patient:
+        if not patient and not self._may_come_back(model):
             self.serving(model)
         line = self._lines.get(model)
         if line is None:
@@ -199,10 +231,13 @@ class Router:
             raise
 
     def dismiss_waiting(self, error: GatewayError) -> None:
-        """Raise `error` in everybody who waits for a seat."""
+        """Raise `error` in everybody who waits for an engine or a seat."""
         for waiter in [waiter for line in self._lines.values() for waiter in line]:
             if not waiter.seat.done():
                 waiter.seat.set_exception(error)
+        for change in self._expecting:
+            if not change.done():
+                change.set_exception(error)
 
     def _give_up(self, waiter: _Waiter) -> None:
         """Leave the line; a seat that came in the same moment goes to the next."""
@@ -253,7 +288,10 @@ class Router:
         if offers != self._last_offers:
             self._last_offers = offers
             self._serving_gauge.set(len(offers))
-            self._known_models.update(serving.model for _, serving in offers)
+            self._known.update((serving.model, serving) for _, serving in offers)
+            for change in self._expecting:
+                if not change.done():
+                    change.set_result(None)
             for callback in self._watchers:
                 callback()
 

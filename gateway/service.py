@@ -10,7 +10,8 @@ from typing import cast
 
 from starlette.requests import Request
 
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, Unavailable
+from gateway.leaving import unless_left
 from gateway.measures import Measures
 from gateway.preparation import Call
 from gateway.resume import Dispatcher
@@ -40,18 +41,20 @@ class Service:
             await self.texts.close()
             await self.router.close()
 
-    def serving(self, model: str) -> Serving:
-        """The served model a request names, or the only one when it names none.
+    async def serving(self, request: Request, model: str) -> Serving:
+        """The served model a request names, or the only one when it names none; waited for while it is away.
 
-        Raises ModelNotFound, Unavailable, or BadRequest when there is a choice to make.
+        Raises ModelNotFound, Unavailable, ClientLeft, or BadRequest when there is a choice to make.
         """
-        if model:
+        if not model:
+            names = self.router.model_names()
+            if len(names) > 1:
+                raise BadRequest(f"model is required: this gateway serves {', '.join(names)}.", "model")
+            model = names[0] if names else ""
+        try:
             return self.router.serving(model)
-        served = self.router.models()
-        if len(served) > 1:
-            names = ", ".join(each.model for each in served)
-            raise BadRequest(f"model is required: this gateway serves {names}.", "model")
-        return served[0] if served else self.router.serving(model)
+        except Unavailable:
+            return await unless_left(request.receive, self.dispatcher.await_serving(model))
 
 
 def service(request: Request) -> Service:

@@ -164,6 +164,20 @@ def test_a_killed_engine_is_started_again_and_an_open_stream_goes_on(start_serve
     assert child(server, "engine") != first
 
 
+def test_a_request_that_comes_while_the_engine_is_away_waits_for_it(start_serve: StartServe) -> None:
+    server = start_serve("--backend=fake", "--fake-load-s=1")
+    server.wait_until_ready()
+    os.kill(child(server, "engine"), signal.SIGKILL)
+    while server.get("/ready")[0] == 200:
+        time.sleep(0.005)
+    for path, body in (
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/v1/chat/completions", {"model": "fake", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+    ):
+        assert server.post(path, body)[0] == 200
+    assert server.post("/v1/completions", {"model": "none", "prompt": "a"})[0] == 404
+
+
 def test_children_drain_and_exit_when_the_supervisor_is_killed(start_serve: StartServe) -> None:
     server = start_serve()
     server.wait_until_ready()

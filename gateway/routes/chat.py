@@ -17,7 +17,7 @@ from gateway.stream import Generation
 async def create_chat_completion(request: Request) -> Response:
     shared = service(request)
     chat = await parsed(request, parse_chat)
-    serving = shared.serving(chat.options.model)
+    serving = await shared.serving(request, chat.options.model)
     text = await shared.texts.get(serving)
     prepared = await prepare_chat(chat, serving, text, call(request))
 

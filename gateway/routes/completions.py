@@ -17,7 +17,7 @@ from gateway.stream import Generation
 async def create_completion(request: Request) -> Response:
     shared = service(request)
     completion = await parsed(request, parse_completion)
-    serving = shared.serving(completion.options.model)
+    serving = await shared.serving(request, completion.options.model)
     text = await shared.texts.get(serving)
     prepared = await prepare_completion(completion, serving, text, call(request))
     before = await echoes(completion, prepared.prompts, text)

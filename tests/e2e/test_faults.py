@@ -56,7 +56,7 @@ def test_i2_a_stopped_engine_is_left_and_all_heals(
     start_engine: StartEngine, start_gateway: StartGateway, stop_s: float, hang_s: float
 ) -> None:
     engine = start_engine(*SLOW)
-    gateway = start_gateway(engine.address, flags=(f"--hang-timeout={hang_s}",))
+    gateway = start_gateway(engine.address, flags=(f"--hang-timeout={hang_s}", "--credit-wait=0.2"))
     gateway.wait_until_ready()
     api = Api(gateway.url)
     expected = api.answer(PATH, BODY | {"cache_salt": "undisturbed"})
@@ -81,7 +81,7 @@ def test_i2_without_another_engine_a_stream_ends_with_an_error_after_the_resume_
     start_engine: StartEngine, start_gateway: StartGateway
 ) -> None:
     engine = start_engine(*SLOW)
-    gateway = start_gateway(engine.address, flags=("--resume-timeout=1",))
+    gateway = start_gateway(engine.address, flags=("--resume-timeout=1", "--credit-wait=0.2"))
     gateway.wait_until_ready()
     api = Api(gateway.url)
     with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
@@ -137,18 +137,21 @@ def test_a_request_that_kills_engines_ends_and_nobody_else(start_serve: Callable
 def test_resume_across_unequal_numerics_follows_its_option(
     start_engine: StartEngine, start_gateway: StartGateway, allowed: bool
 ) -> None:
-    engine = start_engine(*SLOW)
+    engines = {}
+    for numerics in (1, 2):
+        port = free_port()
+        engines[port] = start_engine(*SLOW, f"--fake-numerics={numerics}", f"--metrics-port={port}")
     flags = ("--resume-timeout=1", f"--resume-inexact={'allow' if allowed else 'refuse'}")
-    other = f"{engine.address}.other"
-    gateway = start_gateway(engine.address, other, flags=flags)
+    gateway = start_gateway(*(engine.address for engine in engines.values()), flags=flags)
     gateway.wait_until_ready()
     api = Api(gateway.url)
+    until(lambda: api.metric("engines_serving") == 2, 20)
     expected = api.answer(PATH, BODY | {"cache_salt": "undisturbed"})
     with api.stream(PATH, BODY) as stream:
         stream.read_events(3)
-        start_engine(*SLOW, "--fake-numerics=other", address=other)
-        until(lambda: api.metric("engines_serving") == 2, 20)
-        engine.kill()
+        for port, engine in engines.items():
+            if Api(f"http://127.0.0.1:{port}").metric("num_requests_running"):
+                engine.kill()
         killed_at = time.monotonic()
         actual = stream.read_to_end()
     if allowed:

@@ -55,6 +55,9 @@ class StubRouter:
     def models(self) -> list[Serving]:
         return [self.served[name] for name in sorted(self.served)]
 
+    def model_names(self) -> list[str]:
+        return sorted(self.served)
+
     def serving(self, model: str) -> Serving:
         if model in self.served:
             return self.served[model]
@@ -84,6 +87,9 @@ class StubDispatcher:
         #: Each token is read before the next is made, so that none are merged.
         self.paced = False
         self._tasks: set[asyncio.Task[None]] = set()
+
+    async def await_serving(self, model: str) -> Serving:
+        raise Unavailable("no engine serves at the moment.")
 
     async def start(self, request: GenerationRequest) -> Generation:
         self.requests.append(request)

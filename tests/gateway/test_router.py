@@ -156,6 +156,38 @@ async def test_the_patient_do_not_wait_for_ever_without_an_engine(ipc_address: s
             await waiting
 
 
+async def test_a_model_that_was_served_is_waited_for(ipc_address: str, tmp_path: Path) -> None:
+    async with linked(ipc_address, cache_dir=tmp_path) as gateway:
+        router = gateway.router
+        with pytest.raises(Unavailable):
+            await router.await_serving("model", 5.0)  # it never was: at once
+        async with ScriptedEngine(ipc_address):
+            await until(lambda: router.ready)
+        await until(lambda: not router.ready)
+        assert router.model_names() == ["model"]
+        assert router.last_serving("model") == SERVING
+        with pytest.raises(Unavailable):
+            await router.await_serving("model", 0.05)
+        with pytest.raises(Unavailable):
+            await router.acquire("model", 1, wait_s=0.05)
+        serving = asyncio.create_task(router.await_serving("model", 5.0))
+        seat = asyncio.create_task(router.acquire("model", 1, wait_s=5.0))
+        async with ScriptedEngine(ipc_address):
+            assert await serving == SERVING
+            release(await seat)
+        await until(lambda: not router.ready)
+        async with ScriptedEngine(ipc_address, replace(SERVING, model="other")):
+            await until(lambda: router.ready)
+            with pytest.raises(Unavailable):
+                await router.await_serving("model", 5.0)  # every link has something else to serve: at once
+        await until(lambda: not router.ready)
+        stopped = asyncio.create_task(router.await_serving("model", 5.0))
+        await asyncio.sleep(0)
+        router.dismiss_waiting(Unavailable("stopping"))
+        with pytest.raises(Unavailable, match="stopping"):
+            await stopped
+
+
 async def test_a_raised_grant_is_given_out(ipc_address: str, tmp_path: Path) -> None:
     async with ScriptedEngine(ipc_address, SMALL) as engine, linked(ipc_address, cache_dir=tmp_path) as gateway:
         for _ in range(2):

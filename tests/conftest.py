@@ -102,15 +102,29 @@ def start_serve(_running: list[Process], tmp_path: Path) -> Callable[..., Server
     return start
 
 
+def _real_model(name: str) -> Path | None:
+    folder = Path(os.environ.get("SLUICEGATE_CACHE_DIR") or default_cache_dir()) / "models" / name
+    return folder if (folder / "config.json").exists() else None
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """Folder of the demo model. Absent, a test that needs it is skipped, under CI it fails."""
-    folder = Path(os.environ.get("SLUICEGATE_CACHE_DIR") or default_cache_dir()) / "models/SmolLM2-135M-Instruct"
-    if not (folder / "config.json").exists():
-        reason = f"no demo model at {folder}; `sluicegate serve` gets it"
+    folder = _real_model("SmolLM2-135M-Instruct")
+    if folder is None:
+        reason = "no demo model in the cache; `sluicegate serve` gets it"
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def qwen_model() -> Path:
+    """Folder of Qwen2.5-Coder-0.5B-Instruct, which nothing here fetches: absent, its tests are skipped."""
+    folder = _real_model("Qwen2.5-Coder-0.5B-Instruct")
+    if folder is None:
+        pytest.skip("no models/Qwen2.5-Coder-0.5B-Instruct in the cache; put the model's folder there")
     return folder
 
 

@@ -101,23 +101,29 @@ def _golden(model: object) -> dict[str, object]:
     """
     import torch
 
-    ids, logprobs, prompt_logprobs = [], [], []
+    prompts = [prompt(number) for number in range(len(PROMPT_LENGTHS))]
+    logprobs, prompt_logprobs = [], []
     with torch.no_grad():
-        for number in range(len(PROMPT_LENGTHS)):
-            tokens = torch.tensor([prompt(number)])
-            out = model.generate(  # type: ignore[attr-defined]
-                tokens,
-                attention_mask=torch.ones_like(tokens),
-                max_new_tokens=NUM_NEW,
-                min_new_tokens=NUM_NEW,
-                do_sample=False,
-            )
-            ids.append(out[0, tokens.shape[1] :].tolist())
+        for number, ids in enumerate(prompts):
+            tokens = torch.tensor([ids])
             every = model(tokens).logits[0].log_softmax(-1)  # type: ignore[operator]
             prompt_logprobs.append(every[:-1].gather(1, tokens[0, 1:, None]).flatten().tolist())
             if number < 4:
                 logprobs.append(every[-1].tolist())
-    return {"ids": ids, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    return {"ids": greedy_ids(model, prompts, NUM_NEW), "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+
+
+def greedy_ids(model: object, prompts: list[list[int]], num_new: int) -> list[list[int]]:
+    """The `num_new` ids that continue each prompt. One batch, padded on the left: a tenth of the time."""
+    import torch
+
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+    out = model.generate(  # type: ignore[attr-defined]
+        tokens, attention_mask=mask, max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False
+    )
+    return out[:, width:].tolist()  # type: ignore[no-any-return]
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from protocol.sampling import SamplingParams
+from tests.engine.oracle import greedy_ids
 from tests.engine.sequences import Sequence
 from tests.engine.torch_runners import Settings, driver, load
 
@@ -24,23 +22,6 @@ PROMPTS = (
     "Once upon a time, in a village by the sea, there lived a clockmaker who",
     "def fibonacci(n):\n" + "    # the sum of the two numbers before, from the third on\n" * 24,
 )
-
-#: Run alone: transformers must not share a process with this project's `kernels` package.
-ORACLE = """
-import json, sys
-import torch
-from transformers import LlamaForCausalLM
-torch.set_num_threads(2)
-model = LlamaForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
-found = []
-for ids in json.loads(sys.argv[2]):
-    tokens = torch.tensor([ids])
-    with torch.no_grad():
-        out = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
-                             max_new_tokens=int(sys.argv[3]), min_new_tokens=int(sys.argv[3]))
-    found.append(out[0, len(ids):].tolist())
-print(json.dumps(found))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +42,7 @@ def settings(demo_model: Path, kernel_cache: Path, dtype: str) -> Settings:
 def test_float32_equals_transformers(
     demo_model: Path, prompts: list[list[int]], tmp_path: Path, kernel_cache: Path
 ) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", ORACLE, str(demo_model), json.dumps(prompts), str(NUM_NEW)]
-    oracle = subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
-    expected = json.loads(oracle.stdout)
+    expected = greedy_ids(demo_model, prompts, NUM_NEW, tmp_path)
     runner, info = load(settings(demo_model, kernel_cache, "float32"))
     sampling = SamplingParams(max_tokens=NUM_NEW, min_tokens=NUM_NEW, temperature=0.0)
     driven = driver(runner, info)

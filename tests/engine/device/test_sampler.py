@@ -26,6 +26,9 @@ def expected_id(logits: npt.NDArray[np.float64], state: SlotState, position: int
     if p.allowed_token_ids:
         x[[token for token in range(VOCAB_SIZE) if token not in p.allowed_token_ids]] = -np.inf
     generated = list(state.generated_ids)
+    for *begin, last in p.bad_words:
+        if generated[len(generated) - len(begin) :] == begin:
+            x[last] = -np.inf
     for token in set(state.prompt_ids) | set(generated):
         x[token] = x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
     for token in set(generated):
@@ -83,6 +86,7 @@ RULES = {
     "all_filters": {"top_k": 12, "top_p": 0.8, "min_p": 0.05, "temperature": 1.4},
     "bias": {"logit_bias": ((7, 30.0), (8, 30.5), (9, -100.0))},
     "allowed": {"allowed_token_ids": (3, 96, 50, 2)},
+    "bad_words": {"bad_words": ((7,), (11, 12), (40, 41, 42)), "logit_bias": ((7, 30.0), (12, 25.0), (42, 20.0))},
     "repetition": {"repetition_penalty": 2.0, "temperature": 0.0},
     "repetition_below_1": {"repetition_penalty": 0.5},
     "presence": {"presence_penalty": 2.0, "temperature": 0.0},

@@ -6,6 +6,7 @@ against the context, and checks ids and limits, so that an engine refuses nothin
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from dataclasses import dataclass
 from typing import Any
@@ -39,11 +40,12 @@ class Call:
 
     request_id: str
     traceparent: str
+    is_large: bool = False  # a body over `INLINE_BYTES`: what takes longer with its size is done in a thread
 
 
 async def prepare_chat(request: ChatRequest, serving: Serving, text: ModelText, call: Call) -> GenerationRequest:
     """Raises BadRequest (ContextLengthExceeded among others) naming the field and the limits."""
-    rendered = await text.render(request)
+    rendered = await text.render(request, in_thread=call.is_large)
     try:
         prompt_ids = await text.tokenizer.encode(
             rendered, add_special_tokens=request.add_special_tokens, most=serving.context_length
@@ -109,6 +111,8 @@ async def _generation(
     max_tokens = _max_tokens(options, max(map(len, prompts)), default_max_tokens, field, serving)
     _check_scored(options, prompts)
     bad_words = await _bad_words(options, text)
+    limits = options, max_tokens, bad_words, serving, text
+    sampling = await asyncio.to_thread(_sampling, *limits) if call.is_large else _sampling(*limits)
 
     def decoder(prompt_ids: array[int]) -> TextDecoder:
         return Detokenizer(text.tokenizer, prompt_ids, options.skip_special_tokens)
@@ -117,7 +121,7 @@ async def _generation(
         request_id=call.request_id,
         model=serving.model,
         prompts=prompts,
-        sampling=_sampling(options, max_tokens, bad_words, serving, text),
+        sampling=sampling,
         decoder=decoder,
         n=options.n,
         seed=options.seed,

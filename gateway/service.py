@@ -17,6 +17,7 @@ from gateway.preparation import Call
 from gateway.resume import Dispatcher
 from gateway.router import Router
 from gateway.texts import Texts
+from gateway.tokenizer import INLINE_BYTES
 from protocol.messages import Serving
 
 
@@ -66,7 +67,8 @@ def service(request: Request) -> Service:
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-def call(request: Request) -> Call:
+async def call(request: Request) -> Call:
     """Who asks, for the engine's log and traces."""
     traceparent = request.headers.get("traceparent", "")
-    return Call(request.state.request_id, traceparent if _TRACEPARENT.fullmatch(traceparent) else "")
+    traceparent = traceparent if _TRACEPARENT.fullmatch(traceparent) else ""
+    return Call(request.state.request_id, traceparent, is_large=len(await request.body()) > INLINE_BYTES)

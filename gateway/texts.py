@@ -10,7 +10,7 @@ from gateway.errors import Unavailable
 from gateway.router import Router
 from gateway.schemas import ChatRequest
 from gateway.templates import ChatTemplate, Message
-from gateway.tokenizer import INLINE_BYTES, Tokenizer
+from gateway.tokenizer import Tokenizer
 from protocol import bundle
 from protocol.messages import Serving
 
@@ -28,11 +28,9 @@ class ModelText:
         tokenizer = Tokenizer(files)
         return cls(tokenizer, ChatTemplate(files, tokenizer.config, tokenizer.special_tokens))
 
-    async def render(self, request: ChatRequest) -> str:
+    async def render(self, request: ChatRequest, *, in_thread: bool = False) -> str:
         """The text of a chat's prompt. Raises BadRequest when the template refuses it."""
-        if _num_chars(request.messages) <= INLINE_BYTES:
-            return self._render(request)
-        return await asyncio.to_thread(self._render, request)
+        return await asyncio.to_thread(self._render, request) if in_thread else self._render(request)
 
     def _render(self, request: ChatRequest) -> str:
         messages: Sequence[Message] = request.messages
@@ -47,10 +45,6 @@ class ModelText:
             continue_final_message=request.continue_final_message,
             variables=request.template_variables,
         )
-
-
-def _num_chars(messages: Sequence[Message]) -> int:
-    return sum(len(content) for message in messages if isinstance(content := message.get("content"), str))
 
 
 class Texts:

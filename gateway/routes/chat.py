@@ -19,7 +19,7 @@ async def create_chat_completion(request: Request) -> Response:
     chat = await parsed(request, parse_chat)
     serving = await shared.serving(request, chat.options.model)
     text = await shared.texts.get(serving)
-    prepared = await prepare_chat(chat, serving, text, call(request))
+    prepared = await prepare_chat(chat, serving, text, await call(request))
 
     def reply(generation: Generation) -> Reply:
         return ChatReply(chat.options, generation, prepared.model, serving.numerics, text.tokenizer)

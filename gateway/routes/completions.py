@@ -19,7 +19,7 @@ async def create_completion(request: Request) -> Response:
     completion = await parsed(request, parse_completion)
     serving = await shared.serving(request, completion.options.model)
     text = await shared.texts.get(serving)
-    prepared = await prepare_completion(completion, serving, text, call(request))
+    prepared = await prepare_completion(completion, serving, text, await call(request))
     before = await echoes(completion, prepared.prompts, text)
 
     def reply(generation: Generation) -> Reply:

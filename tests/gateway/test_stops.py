@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,6 +62,22 @@ def test_only_a_possible_beginning_of_a_stop_is_held_back(stops: tuple[str, ...]
         assert not held or any(stop.startswith(held) and stop != held for stop in stops)
         longer = [text[i:] for i in range(len(shown))]
         assert not any(stop.startswith(suffix) and stop != suffix for suffix in longer for stop in stops)
+
+
+def test_strings_that_almost_match_cost_no_more_than_others() -> None:
+    almost = tuple("a" * length + "b" for length in range(1008, 1024))
+
+    def seconds(pieces: list[str]) -> float:
+        matcher = StopMatcher(almost, include_stop=False)
+        for _ in range(300):
+            matcher.push("aaaa")
+        began = time.process_time()
+        for piece in pieces:
+            matcher.push(piece)
+        return time.process_time() - began
+
+    seconds(["aaaa"])  # the tables are made
+    assert seconds(["aaac", "aaca", "aaaa"] * 100) < 20 * seconds(["cccc"] * 300) + 0.1
 
 
 def test_without_stops_everything_passes_at_once() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import cast
 
@@ -8,9 +9,8 @@ import pytest
 
 from gateway.errors import Unavailable
 from gateway.router import Router
-from gateway.schemas import parse_chat
-from gateway.texts import Texts
-from gateway.tokenizer import INLINE_BYTES
+from gateway.schemas import ChatRequest
+from gateway.texts import ModelText, Texts
 from protocol import bundle
 from tests.gateway import vocabularies
 from tests.gateway.stub_engines import StubGateway, StubRouter
@@ -77,8 +77,21 @@ async def test_bundles_of_models_that_are_gone_are_dropped() -> None:
     await texts.close()
 
 
-async def test_a_long_chat_is_rendered_in_a_thread_to_the_same_text() -> None:
-    text = StubGateway(vocabularies.characters()).text
-    messages = [{"role": "user", "content": "a" * (INLINE_BYTES + 1)}]
-    rendered = await text.render(parse_chat({"messages": messages}, allow_unknown=False))
-    assert rendered == f"user: {'a' * (INLINE_BYTES + 1)}\nassistant: "
+@pytest.mark.parametrize(
+    "field", [{"messages": [{"role": "user", "content": ""}] * 3000}, {"chat_template_kwargs": {"a": [0] * 60_000}}]
+)
+async def test_a_large_body_is_rendered_in_a_thread(monkeypatch: pytest.MonkeyPatch, field: dict[str, object]) -> None:
+    """Whatever makes it large: 55,000 empty messages held everybody up for half a second."""
+    render, threads = ModelText._render, []
+
+    def watched(text: ModelText, request: ChatRequest) -> str:
+        threads.append(threading.current_thread())
+        return render(text, request)
+
+    monkeypatch.setattr(ModelText, "_render", watched)
+    small = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    gateway = StubGateway(vocabularies.characters())
+    async with gateway.client() as client:
+        for body in (small, small | field):
+            assert (await client.post("/v1/chat/completions", json=body)).status_code in (200, 400)
+    assert [thread is threading.current_thread() for thread in threads] == [True, False]

@@ -15,6 +15,9 @@ CONTEXT_LENGTH = 640
 NUM_NEW = 16
 WINDOW = 16
 
+#: Context lengths on both sides of what tiny models are trained for, by whichever field says so.
+ROPE_LENGTHS = (64, 65, 640, 641, 1280)
+
 #: On both sides of the window, over two blocks, and of a split of attention (256).
 PROMPT_LENGTHS = (15, 16, 17, 33, 200, 300)
 
@@ -115,6 +118,8 @@ def _main(folder: Path) -> None:
         model.save_pretrained(folder / name)
         write_tokenizer(folder / name)
         golden[name] = _golden(model, [prompt(number) for number in variant.prompts])
+        if variant.rope:
+            golden[name]["rope"] = _rope_golden(config)
     (folder / "golden.json").write_text(json.dumps(golden))
 
 
@@ -127,6 +132,17 @@ def _golden(model: object, prompts: list[list[int]]) -> dict[str, list[list[floa
         logits = [model(torch.tensor([ids])).logits[0, -1] for ids in prompts]  # type: ignore[operator]
     ids = greedy_ids(model, prompts, NUM_NEW)
     return {"ids": ids, "logprobs": [each.log_softmax(-1).tolist() for each in logits]}
+
+
+def _rope_golden(config: object) -> list[list[float]]:
+    """For each of ROPE_LENGTHS, what cosines and sines are multiplied by, then the radians a position."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    found = []
+    for length in ROPE_LENGTHS:
+        frequencies, magnitude = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, seq_len=length)  # type: ignore[attr-defined]
+        found.append([magnitude, *frequencies.tolist()])
+    return found
 
 
 if __name__ == "__main__":

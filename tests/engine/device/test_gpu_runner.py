@@ -10,6 +10,9 @@ import pytest
 from engine.backends.torch_runner import TorchRunner
 from engine.plan import ModelInfo
 from protocol.sampling import SamplingParams
+from tests.engine.family_models import NUM_NEW as NEW_OF_FAMILIES
+from tests.engine.family_models import VARIANTS
+from tests.engine.family_models import prompt as prompt_of_families
 from tests.engine.sequences import Sequence
 from tests.engine.tiny_models import EOS_ID, NUM_NEW, PROMPT_LENGTHS, prompt
 from tests.engine.torch_runners import Settings, driver, load
@@ -39,6 +42,15 @@ def test_greedy_ids_are_those_of_transformers(tiny_models: Path, kernel_cache: P
     greedy = SamplingParams(max_tokens=NUM_NEW, min_tokens=NUM_NEW, temperature=0.0)
     sequences = [Sequence(prompt(number), greedy, ends=(EOS_ID,)) for number in ALL]
     assert driver(runner, info).run(sequences, depth=depth) == golden["ids"]
+
+
+@pytest.mark.parametrize("variant", ["qwen2_tied", "qwen2_window", "qwen3_bias", "mistral_window", "llama_yarn"])
+def test_greedy_ids_of_other_families(family_models: Path, kernel_cache: Path, variant: str) -> None:
+    golden = json.loads((family_models / "golden.json").read_text())[variant]
+    runner, info = load(gpu_settings(family_models / variant, "float32", kernel_cache))
+    greedy = SamplingParams(max_tokens=NEW_OF_FAMILIES, min_tokens=NEW_OF_FAMILIES, temperature=0.0)
+    sequences = [Sequence(prompt_of_families(n), greedy, ends=(EOS_ID,)) for n in VARIANTS[variant].prompts]
+    assert driver(runner, info).run(sequences, depth=2) == golden["ids"]
 
 
 def sampling(number: int, *, plain: bool) -> SamplingParams:

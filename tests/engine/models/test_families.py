@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from engine.backends.torch_runner import TorchRunner
+from engine.loading.store import ModelError
 from engine.plan import ModelInfo
 from protocol.sampling import SamplingParams
 from tests.engine.family_models import CONTEXT_LENGTH, NUM_NEW, VARIANTS, prompt
@@ -143,3 +144,24 @@ def test_numerics_know_the_length_where_rows_of_the_table_do(family_models: Path
     assert numerics("llama_longrope_long", 32) == numerics("llama_longrope_long", 64)
     assert numerics("llama_longrope_long", 64) != numerics("llama_longrope_long", 65)
     assert numerics("llama_yarn", 100) == numerics("llama_yarn", 640)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "text"),
+    [
+        ("qwen2_tied", "LlamaForCausalLM", r"holds model.layers.0.self_attn.k_proj.bias and 8 more"),
+        ("mistral_window", "Qwen2ForCausalLM", "hold no model.layers.0.self_attn.q_proj.bias"),
+        ("mistral_window", "Qwen3ForCausalLM", "hold no model.layers.0.self_attn.q_norm.weight"),
+        ("gemma3", "Qwen3ForCausalLM", "rope_parameters.full_attention is .*; supported is null"),
+        ("qwen3", "Gemma3ForCausalLM", "sliding_window is null, and layers are of the type sliding_attention"),
+    ],
+)
+def test_weights_of_another_family_are_refused_by_name(
+    family_models: Path, tmp_path: Path, kernel_cache: Path, name: str, architecture: str, text: str
+) -> None:
+    def change(values: dict[str, Any]) -> None:
+        values.update(architectures=[architecture], layer_types=None)
+
+    folder = edited(family_models / name, tmp_path / "other", change)
+    with pytest.raises(ModelError, match=text):
+        load(Settings(str(folder), cache_dir=kernel_cache))

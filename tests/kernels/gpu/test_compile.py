@@ -26,9 +26,10 @@ def test_row_operators(capability: int, dtype: torch.dtype, monkeypatch: pytest.
     with compiling(capability, monkeypatch) as compiled:
         x = torch.empty(2, 4096, dtype=dtype)
         norm.rms_norm(x, x[0], 1e-5, x)
+        norm.head_norm_(x, x[0, :128], x[0, :128], 1e-6, num_heads=24, num_kv_heads=4)
         activation.silu_and_mul(x)
         embedding.embed_ahead(torch.empty(2, dtype=torch.int32), torch.empty(4, dtype=torch.int32), x, dtype)
-    assert compiled.names == ["rms_norm_kernel", "silu_and_mul_kernel", "embed_kernel"]
+    assert compiled.names == ["rms_norm_kernel", "head_norm_kernel", "silu_and_mul_kernel", "embed_kernel"]
     assert all(("griddepcontrol" in text) == (capability >= 90) for text in compiled.assembly)
 
 

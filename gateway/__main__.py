@@ -68,7 +68,13 @@ def serve(config: GatewayConfig, parent: Parent) -> int:
             log.info("gateway_listening", extra={"host": host, "port": port, "pid": os.getpid()})
             parent.ready()
 
-        Server(app, dispatcher, grace_s=config.shutdown_grace, on_listening=on_listening).run([bound])
+        Server(
+            app,
+            dispatcher,
+            request_timeout_s=config.request_timeout,
+            grace_s=config.shutdown_grace,
+            on_listening=on_listening,
+        ).run([bound])
     return 0
 
 

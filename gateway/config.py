@@ -32,6 +32,9 @@ class GatewayConfig(Settings):
     max_body_bytes: Annotated[int | None, Shown("2 MiB, or 32 bytes a token of context")] = Field(
         None, ge=1024, description="Largest body of a request that is read."
     )
+    request_timeout: float = Field(
+        60.0, gt=0, description="Seconds in which a request has to come whole, from its first byte to its last."
+    )
     allow_unknown_fields: bool = Field(
         False,
         description="Ignore fields of requests that are not known, and log each name once, instead of refusing them.",

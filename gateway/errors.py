@@ -6,6 +6,7 @@
       Unauthorized              401  authentication_error
       ModelNotFound             404  code model_not_found
       NotFound                  404  a path or method that does not exist
+      RequestTimeout            408
       BodyTooLarge              413
       HeadTooLarge              431
       ClientLeft                499  nobody reads it; for the access log
@@ -68,6 +69,10 @@ class BodyTooLarge(GatewayError):
     """The body is over the limit, and was not parsed."""
 
 
+class RequestTimeout(GatewayError):
+    """The request did not come whole in its time."""
+
+
 class HeadTooLarge(GatewayError):
     """The request line and headers are over the limit."""
 
@@ -110,6 +115,7 @@ ANSWERS: dict[type[GatewayError], Answer] = {
     ModelNotFound: Answer(404, "invalid_request_error", "model_not_found"),
     NotFound: Answer(404, "invalid_request_error"),
     BodyTooLarge: Answer(413, "invalid_request_error", "body_too_large"),
+    RequestTimeout: Answer(408, "invalid_request_error", "request_timeout"),
     HeadTooLarge: Answer(431, "invalid_request_error", "head_too_large"),
     ClientLeft: Answer(499, "invalid_request_error", "client_left"),
     Overloaded: Answer(429, "rate_limit_error", "overloaded", 1),

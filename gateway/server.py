@@ -33,13 +33,19 @@ class Server(uvicorn.Server):
     """Serves an app on a bound socket until SIGTERM or SIGINT."""
 
     def __init__(
-        self, app: Starlette, dispatcher: Dispatcher, *, grace_s: float, on_listening: Callable[[], None]
+        self,
+        app: Starlette,
+        dispatcher: Dispatcher,
+        *,
+        request_timeout_s: float,
+        grace_s: float,
+        on_listening: Callable[[], None],
     ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=batching_protocol(),
+                http=batching_protocol(request_timeout_s),
                 ws="none",
                 lifespan="on",
                 log_config=None,

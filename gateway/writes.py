@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from typing import Any
 
-from gateway.heads import BoundedHeadProtocol
+from gateway.http1 import Http1Protocol
 
 #: Writes in one go, some 10 µs each, before other callbacks of the event loop get their turn.
 _MOST = 256
@@ -82,12 +82,13 @@ class TurnTransport(asyncio.Transport):
         self._transport.set_protocol(protocol)
 
 
-def batching_protocol() -> type[BoundedHeadProtocol]:
+def batching_protocol(request_timeout_s: float) -> type[Http1Protocol]:
     """The protocol for the connections of one server."""
     turn = Turn()
 
-    class BatchingProtocol(BoundedHeadProtocol):
+    class BatchingProtocol(Http1Protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            self.request_timeout_s = request_timeout_s
             super().connection_made(TurnTransport(transport, turn, self.loop))
 
     return BatchingProtocol

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from engine.device.gpu_inputs import GpuInputs, GpuLimits, Prepared
 from engine.device.gpu_sampler import GpuSampler, RowLogprobs
 from engine.device.graphs import capture
 from engine.device.kv import KVLayout
+from engine.device.scoring import SLICE_ROWS, ScoredRows
 from engine.device.staging import Layout
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
@@ -29,7 +30,7 @@ from protocol.messages import F32, U32, Logprobs
 MAX_IN_FLIGHT = 2
 
 _NOT_FINITE = "the model's logits were not finite"
-_NONE_ALLOWED = "allowed_token_ids, logit_bias and min_tokens together leave no token to sample"
+_NONE_ALLOWED = "allowed_token_ids, bad_words, logit_bias and min_tokens together leave no token to sample"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class _InFlight:
     num_sampled: int
     ids: Tensor
     logprobs: RowLogprobs | None
+    scored: RowLogprobs | None
     done: torch.cuda.Event
 
 
@@ -81,12 +83,16 @@ class GpuRunner:
         for state in plan.entered:
             self._sampler.enter(state)
         prepared = self._inputs.prepare(plan)
-        ids, logprobs = self._run(prepared)
+        scored = ScoredRows.of(plan)
+        if scored is None:
+            ids, logprobs, scores = *self._run(prepared), None
+        else:
+            ids, logprobs, scores = self._run_scoring(prepared, scored)
         num_sampled = len(prepared.slots)
         kept = ids[:num_sampled].to("cpu", non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        self._launched.append(_InFlight(plan.step, num_sampled, kept, logprobs, done))
+        self._launched.append(_InFlight(plan.step, num_sampled, kept, logprobs, scores, done))
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step."""
@@ -97,7 +103,9 @@ class GpuRunner:
             (row, _NOT_FINITE if ids[row] == -1 else _NONE_ALLOWED) for row in np.flatnonzero(ids < 0).tolist()
         )
         column = array(U32, np.maximum(ids, 0).astype(np.uint32).tobytes())
-        return StepResult(flight.step, column, _columns(flight.logprobs, flight.num_sampled), failed)
+        logprobs = _columns(flight.logprobs, flight.num_sampled)
+        scored = None if flight.scored is None else _columns(flight.scored, len(flight.scored.rows))
+        return StepResult(flight.step, column, logprobs, failed, scored)
 
     def _run(self, prepared: Prepared) -> tuple[Tensor, RowLogprobs | None]:
         if prepared.in_graph:
@@ -116,6 +124,32 @@ class GpuRunner:
             logits = self._model.logits(hidden)
         ids, logprobs = self._sampler.sample(logits, columns, self._inputs.last_ids, prepared.slots, prepared.places)
         return ids, None if logprobs is None else _to_host(logprobs)
+
+    def _run_scoring(self, prepared: Prepared, scored: ScoredRows) -> tuple[Tensor, RowLogprobs | None, RowLogprobs]:
+        """As `_run`, without graphs, and the logprobs of prompt tokens."""
+        num_sampled = len(prepared.slots)
+        if prepared.in_graph:
+            batch, columns = self._inputs.graph_batch(prepared.layout)
+        else:
+            batch, columns = self._inputs.batch(prepared)
+        index = columns.index
+        rows = scored.rows.to(index.dtype).pin_memory().to(index.device, non_blocking=True)
+        batch = replace(batch, sampled=torch.cat((index[:num_sampled], rows)))
+        hidden = self._model.hidden(batch, self._caches)
+        scores = _to_host(self._scores(hidden[num_sampled:], scored))
+        if not num_sampled:
+            return torch.empty(0, dtype=torch.int32, device=hidden.device), None, scores
+        logits = self._model.logits(hidden[:num_sampled])
+        ids, logprobs = self._sampler.sample(logits, columns, self._inputs.last_ids, prepared.slots, prepared.places)
+        return ids, None if logprobs is None else _to_host(logprobs), scores
+
+    def _scores(self, hidden: Tensor, scored: ScoredRows) -> RowLogprobs:
+        ids = scored.ids.to(torch.int32).pin_memory().to(hidden.device, non_blocking=True)
+        found = [
+            kernels.logprobs_ahead(self._model.logits(rows), tokens, scored.k)
+            for rows, tokens in zip(hidden.split(SLICE_ROWS), ids.split(SLICE_ROWS), strict=True)
+        ]
+        return RowLogprobs(list(range(len(ids))), scored.k, *map(torch.cat, zip(*found, strict=True)))
 
     def _forward(self, layout: Layout) -> Tensor:
         batch, _ = self._inputs.graph_batch(layout)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from engine.device.gpu_bad_words import GpuBadWords
 from engine.device.staging import Columns, Ints
 from engine.plan import SlotState
 from protocol.sampling import SamplingParams
@@ -28,6 +29,7 @@ class _SlotRules:
     num_prompt: int
     biased: bool
     penalised: bool
+    has_bad_words: bool
     masked_until_min: tuple[int, ...]
 
     def masks_ends(self, place: int) -> bool:
@@ -57,6 +59,7 @@ class GpuSampler:
         self._bias: Tensor | None = None  # -inf for what is not allowed
         self._in_prompt: Tensor | None = None
         self._generated: Tensor | None = None
+        self._bad_words: GpuBadWords | None = None
 
     def enter(self, state: SlotState) -> None:
         """Take over a slot for a request."""
@@ -71,6 +74,7 @@ class GpuSampler:
             penalised=params.repetition_penalty != 1.0
             or params.frequency_penalty != 0.0
             or params.presence_penalty != 0.0,
+            has_bad_words=bool(params.bad_words),
             masked_until_min=state.masked_until_min,
         )
         self._rules[slot] = rules
@@ -78,6 +82,10 @@ class GpuSampler:
             self._enter_bias(slot, params)
         if rules.penalised:
             self._enter_counts(state)
+        if rules.has_bad_words:
+            if self._bad_words is None:
+                self._bad_words = GpuBadWords(self._shape[0], self._device)
+            self._bad_words.enter(slot, params.bad_words, state.generated_ids)
 
     def fill_rows(self, columns: Columns[Ints], slots: npt.NDArray[np.int64]) -> None:
         """The sampling parameters of `slots` as the first rows of the columns."""
@@ -93,7 +101,9 @@ class GpuSampler:
         """Whether no row needs more than `pick`."""
         for slot, place in zip(slots.tolist(), places.tolist(), strict=True):
             rules = self._slot_rules(slot)
-            if rules.biased or rules.penalised or rules.params.logprobs is not None or rules.masks_ends(place):
+            if rules.biased or rules.penalised or rules.has_bad_words or rules.masks_ends(place):
+                return False
+            if rules.params.logprobs is not None:
                 return False
         return True
 
@@ -138,7 +148,7 @@ class GpuSampler:
         slots: npt.NDArray[np.int64],
         places: npt.NDArray[np.int64],
     ) -> Tensor:
-        """Logits after bias, allowed ids, penalties and the mask before min_tokens."""
+        """Logits after bias, allowed ids, penalties and the masks of bad words and before min_tokens."""
         raw = logits
         biased = [row for row, rule in enumerate(rules) if rule.biased]
         penalised = [row for row, rule in enumerate(rules) if rule.penalised]
@@ -148,7 +158,8 @@ class GpuSampler:
             if rule.masks_ends(int(places[row]))
             for token_id in rule.masked_until_min
         ]
-        if biased or penalised or early:
+        worded = [row for row, rule in enumerate(rules) if rule.has_bad_words]
+        if biased or penalised or early or worded:
             logits = raw.clone()
         if biased:
             assert self._bias is not None
@@ -161,6 +172,9 @@ class GpuSampler:
             logits[rows] = self._penalised(logits.index_select(0, rows), of, [rules[row].params for row in penalised])
         if early:
             logits.view(-1).index_fill_(0, self._send(early), -torch.inf)
+        for row in worded:
+            assert self._bad_words is not None
+            self._bad_words.bar(logits[row], int(slots[row]))
         return logits
 
     def _penalised(self, logits: Tensor, slots: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -176,7 +190,7 @@ class GpuSampler:
         return logits - frequency * generated - presence * (generated > 0)
 
     def _count(self, rules: list[_SlotRules], slots: npt.NDArray[np.int64], ids: Tensor) -> None:
-        """Count the sampled tokens of rows with penalties."""
+        """Remember the sampled tokens of rows with penalties or bad words."""
         rows = [row for row, rule in enumerate(rules) if rule.penalised]
         if rows:
             assert self._generated is not None
@@ -184,6 +198,10 @@ class GpuSampler:
             cells = self._send(slots[rows].tolist()) * self._shape[1] + tokens
             flat = self._generated.view(-1)
             flat.index_copy_(0, cells, flat.index_select(0, cells) + 1)
+        for row, rule in enumerate(rules):
+            if rule.has_bad_words:
+                assert self._bad_words is not None
+                self._bad_words.add(int(slots[row]), ids[row])
 
     def _enter_bias(self, slot: int, params: SamplingParams) -> None:
         if self._bias is None:

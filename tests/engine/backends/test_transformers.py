@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,7 +25,9 @@ from engine.metrics import EngineMetrics
 from protocol.config import default_cache_dir
 from protocol.messages import Admitted, Finished, Logprobs, PromptLogprobs, Step, Submit, u32
 from protocol.sampling import SamplingParams
+from tests.e2e.api import Api, assert_identical
 from tests.engine.backends.transformers_models import CONTEXT_LENGTH, SETTINGS, greedy, make
+from tests.processes import Engine, Server
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -290,3 +292,24 @@ def test_other_architectures(kind: str, tmp_path: Path, submits: list[Submit]) -
     for handle, answer in chunked.run(rest).items():
         assert answer.ids == together[handle].ids[5:]
         assert answer.rows == together[handle].rows[5:]
+
+
+@pytest.mark.slow
+def test_a_killed_engine_costs_no_token(
+    folder: Path, model: object, start_engine: Callable[..., Engine], start_gateway: Callable[..., Server]
+) -> None:
+    flags = (str(folder), "--served-model-name=tiny", "--threads=1", "--device=cpu")
+    engine = start_engine(*flags)
+    # transformers alone takes ten seconds of processor time to import.
+    gateway = start_gateway(engine.address, flags=("--resume-timeout=100",))
+    gateway.wait_until_ready(100)
+    assert "backend_fallback" in engine.output()
+    api = Api(gateway.url)
+    body = {"prompt": "abc " * 90, "seed": 3, "temperature": 0.8, "max_tokens": 200, "n": 2, "logprobs": 1}
+    expected = api.answer("/v1/completions", body | {"cache_salt": "a"})
+    with api.stream("/v1/completions", body | {"cache_salt": "b"}) as stream:
+        stream.read_events(20)
+        engine.kill()
+        start_engine(*flags, address=engine.address)
+        assert_identical(expected, stream.read_to_end())
+    assert api.metric("resumes_total") == 2

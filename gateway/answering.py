@@ -16,12 +16,13 @@ from starlette.responses import Response
 
 from gateway import errors
 from gateway.errors import GatewayError
+from gateway.generation import Generation
 from gateway.leaving import unless_left
 from gateway.measures import RequestMeasure
 from gateway.replies import Reply
 from gateway.service import service
-from gateway.sse import KEEP_ALIVE, KEEP_ALIVE_S, EventStream, Write, error_event
-from gateway.stream import Delta, Generation, GenerationRequest
+from gateway.sse import KEEP_ALIVE, KEEP_ALIVE_S, EventStream, Writer, error_event
+from gateway.stream import Delta, GenerationRequest
 
 log = logging.getLogger(__name__)
 
@@ -74,23 +75,34 @@ async def _streamed(request: Request, generation: Generation, reply: Reply, meas
 
     delta = await unless_left(request.receive, first())
 
-    async def produce(write: Write) -> None:
+    async def produce(writer: Writer) -> None:
+        def put(delta: Delta) -> None:
+            measure.streamed(delta)
+            if events := reply.events(delta):
+                writer.write(events)
+
+        async def send(delta: Delta) -> None:
+            measure.streamed(delta)
+            await writer.drain()
+            if events := await _events(reply, delta):
+                writer.write(events)
+
         try:
             if delta is None:
-                await write(KEEP_ALIVE)
+                writer.write(KEEP_ALIVE)
             else:
-                measure.streamed(delta)
-                await write(await _events(reply, delta))
-            while (later := await generation.next()) is not None:
-                measure.streamed(later)
-                if events := await _events(reply, later) if reply.echoes_logprobs else reply.events(later):
-                    await write(events)
-            await write(reply.last_events())
+                await send(delta)
+            if reply.echoes_logprobs:
+                async for later in generation:
+                    await send(later)
+            else:
+                await generation.pour(put, writer)
+            writer.write(reply.last_events())
         except GatewayError as error:
-            await write(_failed(request, error))
+            writer.write(_failed(request, error))
         except Exception:
             log.exception("stream_crashed", extra={"request_id": request.state.request_id})
-            await write(_failed(request, errors.INTERNAL))
+            writer.write(_failed(request, errors.INTERNAL))
 
     def end() -> None:
         generation.abort()

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from prometheus_client import Counter, Histogram
 
-from gateway.stream import Delta, Generation, GenerationRequest
+from gateway.generation import Generation
+from gateway.stream import Delta, GenerationRequest
 from protocol.messages import FinishReason
 from protocol.metrics import Instruments, Tally
 

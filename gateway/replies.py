@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import orjson
 
+from gateway.generation import Generation
 from gateway.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs, joined
 from gateway.schemas import Options
-from gateway.stream import Delta, Generation
+from gateway.stream import Delta
 from gateway.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"

@@ -17,10 +17,11 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from gateway.errors import EngineFailed, GatewayError, Unavailable, from_failure
+from gateway.generation import Generation
 from gateway.placement import Placement, Siblings
 from gateway.router import Router, Seat, stop_process
 from gateway.slices import Slices
-from gateway.stream import Generation, GenerationRequest
+from gateway.stream import GenerationRequest
 from protocol.messages import ErrorCode, Failure, Serving
 from protocol.metrics import Instruments
 from protocol.sampling import choice_seed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
@@ -17,8 +18,26 @@ KEEP_ALIVE_S = 15.0
 
 KEEP_ALIVE = b": keep-alive\n\n"
 
-#: Sends whole events as bytes; awaited, it holds up who writes faster than the client reads.
-Write = Callable[[bytes], Awaitable[None]]
+#: The extension of ASGI by which the server offers a request's Writer, as its `writer`.
+WRITER = "sluicegate.writer"
+
+
+class Writer(Protocol):
+    """The body of a response as the server takes it: whole events, without an `await` for each.
+
+    Who looks at `is_full` before a write, and waits for `drain` where it is, keeps no more in memory
+    than a connection's buffer. ASGI's `send` is for what comes before and after.
+    """
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the client reads more slowly than is written."""
+
+    def write(self, piece: bytes) -> None:
+        """To a client that has left it goes nowhere."""
+
+    async def drain(self) -> None:
+        """Returns when it is not full."""
 
 
 class EventStream(EventSourceResponse):
@@ -29,7 +48,7 @@ class EventStream(EventSourceResponse):
     watch for SIGTERM would cut streams that have the gateway's grace period to finish.
     """
 
-    def __init__(self, produce: Callable[[Write], Awaitable[None]], on_end: Callable[[], None]) -> None:
+    def __init__(self, produce: Callable[[Writer], Awaitable[None]], on_end: Callable[[], None]) -> None:
         """`on_end` is called once when the stream is over, however it ended."""
         super().__init__(iter(()))
         self._produce = produce
@@ -38,28 +57,27 @@ class EventStream(EventSourceResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(ClientLeft):
-                await unless_left(receive, self._stream(send, scope["state"]["send"]))
+                await unless_left(receive, self._stream(send, scope["extensions"][WRITER]["writer"]))
         finally:
             self._on_end()
 
-    async def _stream(self, send: Send, send_piece: Send) -> None:
-        def write(events: bytes) -> Awaitable[None]:
-            return send_piece({"type": "http.response.body", "body": events, "more_body": True})
-
+    async def _stream(self, send: Send, writer: Writer) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        keeping_alive = asyncio.create_task(_keep_alive(write), name="keep-alive")
+        keeping_alive = asyncio.create_task(_keep_alive(writer), name="keep-alive")
         try:
-            await self._produce(write)
+            await self._produce(writer)
         finally:
             keeping_alive.cancel()
             await asyncio.wait({keeping_alive})
+        await writer.drain()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _keep_alive(write: Write) -> None:
+async def _keep_alive(writer: Writer) -> None:
     while True:
         await asyncio.sleep(KEEP_ALIVE_S)
-        await write(KEEP_ALIVE)
+        await writer.drain()
+        writer.write(KEEP_ALIVE)
 
 
 def error_event(body: bytes) -> bytes:

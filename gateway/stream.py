@@ -5,7 +5,7 @@ A route builds a `GenerationRequest`, `Dispatcher.start` (`gateway.resume`) turn
 
     generation = await dispatcher.start(request)   # 404, 429, 503 are raised here
     try:
-        async for delta in generation:             # or `await generation.next()`
+        async for delta in generation:             # or `await generation.next()`, or `pour`
             ...
     finally:
         generation.abort()                         # nothing happens once all choices have ended
@@ -16,10 +16,8 @@ so a slow reader delays no abort and its unread deltas merge into one.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -94,6 +92,16 @@ class Carrier(Protocol):
         """The choice has ended before its engine said so; called at most once."""
 
 
+class ChoiceOwner(Protocol):
+    """Whose choice it is, as the choice sees it: `gateway.generation.Generation`."""
+
+    def post(self, choice: Choice) -> None:
+        """`choice` has something unread."""
+
+    def fail(self, error: GatewayError) -> None:
+        """One choice failed. Only the first failure is told."""
+
+
 class Choice:
     """One of the generations of a request: its journal, its text, and its unread delta.
 
@@ -127,7 +135,7 @@ class Choice:
     )
 
     def __init__(
-        self, request: GenerationRequest, index: int, eos_ids: tuple[int, ...], generation: Generation
+        self, request: GenerationRequest, index: int, eos_ids: tuple[int, ...], generation: ChoiceOwner
     ) -> None:
         sampling = request.sampling
         self.index = index
@@ -301,79 +309,3 @@ class Choice:
         if rows is not None:
             self._unread_rows = no_rows(self.sampling)
         return delta
-
-
-class Generation:
-    """The choices of one request and the mailbox they share. One reader."""
-
-    def __init__(self, request: GenerationRequest, eos_ids: tuple[int, ...]) -> None:
-        self._stream = request.stream
-        # Asked for once: until 3.12 that is a system call (`getpid`).
-        self._loop = asyncio.get_running_loop()
-        self._mailbox: deque[Choice] = deque()
-        self._error: GatewayError | None = None
-        self._reader: asyncio.Future[None] | None = None
-        self.choices = tuple(Choice(request, index, eos_ids, self) for index in range(len(request.prompts) * request.n))
-        self._num_unfinished = len(self.choices)
-
-    async def next(self) -> Delta | None:
-        """The next delta of any choice; None once every choice has given its last.
-
-        Safe to cancel (`asyncio.wait_for`): no delta is lost. Raises a `gateway.errors` exception when
-        a choice failed, after the deltas that came before it; the other choices are then aborted.
-        """
-        while not self._mailbox:
-            if not self._num_unfinished:
-                return None
-            if self._error is not None:
-                raise self._error
-            self._reader = self._loop.create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-        choice = self._mailbox.popleft()
-        choice.in_mailbox = False
-        delta = choice.take()
-        if delta.finish_reason is not None:
-            self._num_unfinished -= 1
-        return delta
-
-    def __aiter__(self) -> Generation:
-        return self
-
-    async def __anext__(self) -> Delta:
-        delta = await self.next()
-        if delta is None:
-            raise StopAsyncIteration
-        return delta
-
-    def abort(self) -> None:
-        """The client has left: every unfinished choice is ended at its engine. Idempotent."""
-        for choice in self.choices:
-            choice.abort()
-
-    @property
-    def has_failed(self) -> bool:
-        """A choice failed, and the others were ended for it."""
-        return self._error is not None
-
-    # --- for its choices -------------------------------------------------------------------------
-
-    def post(self, choice: Choice) -> None:
-        """`choice` has something unread."""
-        if not choice.in_mailbox and (self._stream or choice.finished):
-            choice.in_mailbox = True
-            self._mailbox.append(choice)
-            self._wake()
-
-    def fail(self, error: GatewayError) -> None:
-        """One choice failed. Only the first failure is told."""
-        if self._error is None:
-            self._error = error
-            self.abort()
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)

@@ -12,7 +12,11 @@ import asyncio
 from collections import deque
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
 from gateway.http1 import Http1Protocol
+from gateway.sse import WRITER
 
 #: Writes in one go, some 10 µs each, before other callbacks of the event loop get their turn.
 _MOST = 256
@@ -82,6 +86,31 @@ class TurnTransport(asyncio.Transport):
         self._transport.set_protocol(protocol)
 
 
+class BodyWriter:
+    """A `gateway.sse.Writer`: pieces of a response's body, in chunks but for HTTP/1.0.
+
+    What uvicorn's `send` does with a piece, without a message and a coroutine for each.
+    """
+
+    __slots__ = ("_chunked", "_flow", "_transport")
+
+    def __init__(self, flow: FlowControl, transport: asyncio.Transport, *, chunked: bool) -> None:
+        self._flow = flow
+        self._transport = transport
+        self._chunked = chunked
+
+    @property
+    def is_full(self) -> bool:
+        return self._flow.write_paused
+
+    def write(self, piece: bytes) -> None:
+        assert piece, "an empty chunk is the end of the body"
+        self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
+
+    async def drain(self) -> None:
+        await self._flow.drain()
+
+
 def batching_protocol(request_timeout_s: float) -> type[Http1Protocol]:
     """The protocol for the connections of one server."""
     turn = Turn()
@@ -90,5 +119,11 @@ def batching_protocol(request_timeout_s: float) -> type[Http1Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             self.request_timeout_s = request_timeout_s
             super().connection_made(TurnTransport(transport, turn, self.loop))
+
+        def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+            chunked = cycle.scope["http_version"] != "1.0"
+            writer = BodyWriter(self.flow, self.transport, chunked=chunked)
+            cycle.scope["extensions"] = {WRITER: {"writer": writer}}
+            super()._start_asgi_task(cycle, app)
 
     return BatchingProtocol

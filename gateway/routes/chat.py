@@ -7,11 +7,11 @@ from starlette.responses import Response
 
 from gateway.answering import answer
 from gateway.bodies import parsed
+from gateway.generation import Generation
 from gateway.preparation import prepare_chat
 from gateway.replies import ChatReply, Reply
 from gateway.schemas import parse_chat
 from gateway.service import call, service
-from gateway.stream import Generation
 
 
 async def create_chat_completion(request: Request) -> Response:

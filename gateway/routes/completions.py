@@ -7,11 +7,11 @@ from starlette.responses import Response
 
 from gateway.answering import answer
 from gateway.bodies import parsed
+from gateway.generation import Generation
 from gateway.preparation import echoes, prepare_completion
 from gateway.replies import CompletionReply, Reply
 from gateway.schemas import parse_completion
 from gateway.service import call, service
-from gateway.stream import Generation
 
 
 async def create_completion(request: Request) -> Response:

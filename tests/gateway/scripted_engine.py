@@ -24,9 +24,10 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from gateway.engines import LinkSettings
+from gateway.generation import Generation
 from gateway.resume import Dispatcher, DispatchSettings
 from gateway.router import Router, RouterSettings
-from gateway.stream import Delta, Generation, GenerationRequest
+from gateway.stream import Delta, GenerationRequest
 from protocol import bundle, metrics
 from protocol.codec import decode_from_gateway, encode
 from protocol.messages import (

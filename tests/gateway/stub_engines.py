@@ -16,14 +16,17 @@ from typing import cast
 import httpx
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.app import Access, create_app
 from gateway.errors import GatewayError, ModelNotFound, Unavailable
+from gateway.generation import Generation
 from gateway.measures import Measures
 from gateway.resume import Dispatcher
 from gateway.router import Router
 from gateway.service import Service
-from gateway.stream import Choice, Generation, GenerationRequest
+from gateway.sse import WRITER
+from gateway.stream import Choice, GenerationRequest
 from gateway.texts import ModelText, Texts
 from protocol import bundle, metrics
 from protocol.messages import AbortReason, FinishReason, Logprobs, Serving, f32, u32
@@ -155,6 +158,44 @@ class _Leaving:
         self._dispatcher.left.append((self._choice.index, reason))
 
 
+class SendWriter:
+    """A Writer over a server's `send`: full until that has taken what was written."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._sending: asyncio.Task[None] | None = None
+        self._pieces: list[bytes] = []
+
+    @property
+    def is_full(self) -> bool:
+        return self._sending is not None
+
+    def write(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send_all())
+
+    async def drain(self) -> None:
+        while self._sending is not None:
+            await asyncio.wait({self._sending})
+
+    async def _send_all(self) -> None:
+        while self._pieces:
+            await self._send({"type": "http.response.body", "body": self._pieces.pop(0), "more_body": True})
+        self._sending = None
+
+
+class OfferWriter:
+    """Offers a Writer with each request, as the gateway's own server does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("extensions", {})[WRITER] = {"writer": SendWriter(send)}
+        await self._app(scope, receive, send)
+
+
 class StubGateway:
     """The whole application, but for the engines."""
 
@@ -179,7 +220,9 @@ class StubGateway:
             measures=Measures(metrics.build(metrics.Owner.GATEWAY, registry)),
             allow_unknown_fields=self.allow_unknown_fields,
         )
-        return create_app(service, registry, self.access)
+        app = create_app(service, registry, self.access)
+        app.add_middleware(OfferWriter)
+        return app
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[httpx.AsyncClient]:

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.errors import EngineFailed
+from gateway.generation import Generation
 from gateway.measures import Measures, RequestMeasure
-from gateway.stream import Generation
 from protocol import metrics
 from protocol.messages import FinishReason, u32
 from tests.gateway.test_stream import request

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from gateway.errors import EngineFailed, Overloaded, Unavailable
+from gateway.generation import Generation
 from gateway.resume import DispatchSettings
-from gateway.stream import Generation
 from protocol.codec import encode
 from protocol.messages import Abort, ErrorCode, FinishReason, Logprobs, Phase, Reject, RejectCode, Submit, f32, u32
 from protocol.sampling import SamplingParams

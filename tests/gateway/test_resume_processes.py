@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from gateway.engines import LinkSettings
-from gateway.stream import Delta, Generation
+from gateway.generation import Generation
+from gateway.stream import Delta
 from protocol.messages import Logprobs
 from protocol.sampling import SamplingParams
 from tests.gateway.scripted_engine import Gateway, Letters, linked, until

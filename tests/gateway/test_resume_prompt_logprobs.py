@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.stream import Generation
+from gateway.generation import Generation
 from protocol.messages import FinishReason, Logprobs, PromptLogprobs, Submit, f32, u32
 from protocol.sampling import SamplingParams
 from tests.engine.control import fake_prompt_logprobs

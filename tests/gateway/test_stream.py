@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import EngineFailed
+from gateway.generation import Generation
 from gateway.rows import Gap
-from gateway.stream import Choice, Delta, Generation
+from gateway.stream import Choice, Delta
 from protocol.messages import AbortReason, FinishReason, Logprobs, f32, u32
 from protocol.sampling import SamplingParams
 from tests.gateway.scripted_engine import EOS, request

@@ -20,18 +20,19 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import Field
-from tqdm import tqdm
 
 from engine.backends import OF_FOLDERS
 from engine.config import EngineConfig
 from engine.loading.demo import NAME as DEMO_MODEL
 from engine.loading.demo import ensure_demo_model
-from engine.loading.store import ModelError, ModelFolder
+from engine.loading.store import ModelFolder
+from engine.plan import LoadError
+from engine.progress import ProgressBar
+from engine.sources.reference import parse_reference
 from gateway.config import GatewayConfig
 from protocol import logs
 from protocol.config import Positional, Settings, Shown, child_environ
 from protocol.logs import LogLevel
-from protocol.process import Progress
 from protocol.supervisor import ChildFailed, Program, Supervisor
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class ServeConfig(EngineConfig, GatewayConfig):
     )
 
     model: Annotated[str | None, Positional(), Shown("the demo model")] = Field(
-        None, description="Folder of the model (Hugging Face layout)."
+        None, description="The model: a folder, ORG/NAME[@REVISION] of a hub, or s3://BUCKET/PREFIX."
     )
     # What a person waits for is the bar and the greeting, not a line for every request.
     log_level: Annotated[LogLevel, Shown("info, on a terminal warning")] = Field(
@@ -73,45 +74,6 @@ class PortUnavailable(Exception):
     """The HTTP port cannot be had. The text says why and what to do."""
 
 
-class ProgressBar:
-    """Shows how far the first start is: one bar, redrawn; nothing where stderr is no terminal."""
-
-    def __init__(self) -> None:
-        self._bar: tqdm | None = None
-        self._phase = ""
-        self._closed = False
-
-    def __call__(self, phase: str, done: int, total: int) -> None:
-        if self._closed:  # later starts are told by the log
-            return
-        if self._bar is None or phase != self._phase:
-            self._clear()
-            self._phase = phase
-            self._bar = tqdm(
-                desc=phase,
-                total=total or None,
-                unit="B",
-                unit_scale=True,
-                leave=False,
-                bar_format=None if total else "{desc} ...",
-                disable=None,  # where this is no terminal
-            )
-        self._bar.n = done
-        self._bar.refresh()
-
-    def show(self, _program: str, step: Progress) -> None:
-        self(step.phase, step.done, step.total)
-
-    def close(self) -> None:
-        self._closed = True
-        self._clear()
-
-    def _clear(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-
 def main(argv: Sequence[str]) -> int:
     config = ServeConfig.from_command_line(argv, prog="sluicegate serve")
     logs.configure(config.log_level, config.log_format)
@@ -121,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         if config.backend in OF_FOLDERS:
             config = with_model(config, bar)
         return asyncio.run(serve(config, bar))
-    except (PortUnavailable, ModelError, ChildFailed) as error:
+    except (PortUnavailable, LoadError, ChildFailed) as error:
         bar.close()
         sys.stderr.write(f"sluicegate serve: {error}\n")
         return 1
@@ -132,9 +94,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def with_model(config: ServeConfig, bar: ProgressBar) -> ServeConfig:
-    """`config` with a model that is there: the one named, else the demo model. Raises ModelError."""
+    """`config` with a model that is there: the one named, else the demo model. Raises LoadError."""
     if config.model is not None:
-        ModelFolder(Path(config.model))  # else the engine would find out, five starts long
+        reference = parse_reference(config.model, config.revision)
+        if isinstance(reference, Path):
+            ModelFolder(reference)  # the rest the engine says, before it loads anything
         return config
     model = ensure_demo_model(config.cache_dir, bar)
     name = config.served_model_name or DEMO_MODEL

@@ -19,7 +19,11 @@ BLOCK_UNIT, LARGEST_BLOCK = 16, 256
 class EngineConfig(Settings):
     """Load a model onto this machine's device and serve it to gateways."""
 
-    model: Annotated[str | None, Positional()] = Field(None, description="Folder of the model (Hugging Face layout).")
+    model: Annotated[str | None, Positional()] = Field(
+        None, description="The model: a folder, ORG/NAME[@REVISION] of a hub, or s3://BUCKET/PREFIX."
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub's model.")
+    offline: bool = Field(False, description="Take models from the cache alone, and ask no hub or object store.")
     served_model_name: str | None = Field(
         None, description="Name that requests call the model by, instead of what was given as --model."
     )

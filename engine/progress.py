@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tqdm import tqdm
 
+from protocol.process import Progress as Step
+
 
 class ProgressBar:
     """One bar, redrawn, with bytes and speed; nothing where stderr is no terminal. An `engine.plan.Progress`."""
@@ -31,6 +33,10 @@ class ProgressBar:
             )
         self._bar.n = done
         self._bar.refresh()
+
+    def show(self, _program: str, step: Step) -> None:
+        """What a supervisor tells of its children."""
+        self(step.phase, step.done, step.total)
 
     def close(self) -> None:
         self._closed = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -18,9 +17,9 @@ import pytest
 
 import sluicegate_serve
 from engine.config import EngineConfig
+from engine.progress import ProgressBar
 from gateway.config import GatewayConfig
 from protocol.config import Settings, options_of
-from protocol.process import Progress
 from sluicegate_serve import PortUnavailable, ServeConfig, available_port, greeting, programs
 from tests.processes import Process, Server, children_of, command_line, free_port
 
@@ -298,7 +297,7 @@ def test_without_a_model_the_demo_model_is_made_ready_and_named(
         progress("downloading", 1, 2)
         return cache_dir / "models/demo"
 
-    async def serve(config: ServeConfig, _bar: sluicegate_serve.ProgressBar) -> int:
+    async def serve(config: ServeConfig, _bar: ProgressBar) -> int:
         served.append(config)
         return 0
 
@@ -310,30 +309,3 @@ def test_without_a_model_the_demo_model_is_made_ready_and_named(
     assert served[0].served_model_name == "SmolLM2-135M-Instruct"
     assert sluicegate_serve.main(["--port=0", f"--cache-dir={tmp_path}", "--served-model-name=x"]) == 0
     assert served[1].served_model_name == "x"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_the_bar_draws_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    bar = sluicegate_serve.ProgressBar()
-    bar.show("engine", Progress("preparing kernels", 0, 0))
-    bar.show("engine", Progress("loading weights", 5_000_000, 20_000_000))
-    bar.close()
-    drawn = terminal.getvalue()
-    bar.show("engine", Progress("loading weights of the next life", 0, 0))
-    assert terminal.getvalue() == drawn
-    assert "preparing kernels ..." in terminal.getvalue()
-    assert "loading weights:  25%|" in terminal.getvalue()
-    assert "| 5.00M/20.0M [" in terminal.getvalue()
-
-
-def test_the_bar_draws_nothing_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = sluicegate_serve.ProgressBar()
-    bar.show("engine", Progress("loading weights", 1, 2))
-    bar.close()
-    assert capsys.readouterr().err == ""

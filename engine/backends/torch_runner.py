@@ -137,7 +137,6 @@ class TorchRunner:
             eos_ids=source.eos_ids,
             generation_defaults=source.generation_defaults,
             bundle=source.tokenizer,
-            prompt_logprobs=device.type == "cpu",
         )
 
     def launch(self, plan: StepPlan) -> None:

@@ -115,6 +115,9 @@ def _main(folder: Path) -> None:
         config = getattr(transformers, f"{variant.family}{suffix}Config")(**settings)
         model = getattr(transformers, f"{variant.family}ForCausalLM")(config).float().eval()
         randomize(model)
+        for parameter_name, parameter in model.named_parameters():
+            if variant.family == "Gemma3" and "post_" in parameter_name:
+                parameter.data += 5  # else the scaled embedding outweighs what layers add to it
         model.save_pretrained(folder / name)
         write_tokenizer(folder / name)
         golden[name] = _golden(model, [prompt(number) for number in variant.prompts])

@@ -53,7 +53,8 @@ class Plan:
 class Cost:
     """Streams, and what they cost the gateway from before the first request to the last byte.
 
-    `send_to_client_s` is from the end of the engine's step to the client, of every token; None without a pace.
+    `send_to_client_s` is from the end of the engine's step to the client, of every token; None without a pace. So the
+    engine's own work between the end of a step and its send is in it.
     """
 
     streams: int

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import BeforeValidator, ByteSize, Field, model_validator
 
 from engine.plan import ModelInfo
 from protocol.config import Positional, Settings, Shown
@@ -14,6 +14,13 @@ from protocol.messages import MAX_MODEL_NAME
 
 #: A block holds this many tokens' KV, or a multiple up to the largest.
 BLOCK_UNIT, LARGEST_BLOCK = 16, 256
+
+#: vLLM's other names of dtypes.
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+
+
+def _dtype(asked: object) -> object:
+    return _DTYPE_ALIASES.get(asked, asked) if isinstance(asked, str) else asked
 
 
 class EngineConfig(Settings):
@@ -38,11 +45,20 @@ class EngineConfig(Settings):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the model runs; auto is a GPU if there is one."
     )
-    load_format: Literal["auto", "dummy"] = Field(
-        "auto", description="auto reads the model's safetensors; dummy takes random weights, for measurements."
+    load_format: Literal["auto", "safetensors", "pt", "gguf", "dummy"] = Field(
+        "auto",
+        description="Weight files: auto takes safetensors, else pt (pytorch_model.bin), else gguf; dummy takes random "
+        "weights, for measurements.",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of weights, activations and KV; auto is what the model's config says."
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)] = Field(
+        "auto",
+        description="Type of weights, activations and KV; auto is what the model's config says. half is float16, "
+        "float is float32.",
+    )
+    quantization: Literal["awq", "compressed-tensors", "fp8", "gptq"] | None = Field(
+        None,
+        description="Confirms how the weights are quantized, which is found by itself. fp8 rounds plain weights to FP8 "
+        "as they are loaded.",
     )
     max_model_len: int | None = Field(
         None, ge=1, description="Longest sequence, prompt and answer, in tokens; the model's own context if not given."

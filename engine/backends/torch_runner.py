@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from engine.host_memory import default_kv_memory_bytes
 from engine.loading.formats import Checkpoint
 from engine.loading.generation import eos_ids, generation_defaults, read_generation_config
 from engine.loading.identity import model_digest, numerics_hash
+from engine.loading.quantization import NAMES, Quantization, check_described, read_quantization
 from engine.loading.store import ModelError, ModelFolder
 from engine.loading.tokenizers import tokenizer_bundle
 from engine.loading.weights import STORED, DummyWeights, WeightReader
@@ -27,7 +29,9 @@ from engine.models.config import ConfigFields
 from engine.models.decoder import Decoder
 from engine.models.spec import Family, ModelSpec
 from engine.plan import ModelInfo, Progress, StepPlan, StepResult
-from engine.quant import LinearMethod, method_of
+from engine.quant import UNUSED, LinearMethod, method_of
+
+log = logging.getLogger("engine")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -39,6 +43,8 @@ class RunnerConfig(Protocol):
     def model(self) -> str | None: ...
     @property
     def dtype(self) -> str: ...
+    @property
+    def quantization(self) -> str | None: ...
     @property
     def max_model_len(self) -> int | None: ...
     @property
@@ -70,6 +76,7 @@ class _Source:
     folder: ModelFolder
     family: Family
     spec: ModelSpec
+    quantization: Quantization | None
     method: LinearMethod
     checkpoint: Checkpoint | None
     tokenizer: bytes
@@ -77,20 +84,25 @@ class _Source:
     generation_defaults: dict[str, object]
 
     @classmethod
-    def read(cls, model: str | None, *, dummy: bool) -> _Source:
+    def read(cls, model: str | None, load_format: str, quantization: str | None) -> _Source:
         if model is None:
             raise ModelError("no model is named; give its folder as --model.")
         folder = ModelFolder(Path(model))
+        quantized = read_quantization(folder, quantization)
         config = folder.read_object("config.json")
         generation = read_generation_config(folder)
         family = family_of(config.get("architectures"))
         spec = family.spec(ConfigFields(config))
+        checkpoint = None if load_format == "dummy" else Checkpoint(folder, load_format)
+        if checkpoint is not None:
+            check_described(quantized, checkpoint.entries, folder)
         return cls(
             folder=folder,
             family=family,
             spec=spec,
-            method=method_of(config),
-            checkpoint=None if dummy else Checkpoint(folder),
+            quantization=quantized,
+            method=method_of(quantized),
+            checkpoint=checkpoint,
             tokenizer=tokenizer_bundle(folder),
             eos_ids=eos_ids(generation, config, spec.vocab_size),
             generation_defaults=generation_defaults(generation),
@@ -111,7 +123,7 @@ class TorchRunner:
         when this machine's arithmetic is not reproducible.
         """
         config = self._config
-        source = _Source.read(config.model, dummy=config.load_format == "dummy")
+        source = _Source.read(config.model, config.load_format, config.quantization)
         spec = source.spec
         stored = _DTYPES[_dtype_name(config.dtype, source)]
         progress("preparing kernels", 0, 0)
@@ -213,6 +225,7 @@ class _Build:
 
     def _model(self, progress: Progress) -> Decoder:
         source = self.source
+        _log_quantization(source, self.stored)
         reader: WeightReader | DummyWeights
         if source.checkpoint is None:
             reader = DummyWeights(self.stored, self.device)
@@ -227,7 +240,7 @@ class _Build:
             num_positions=self.context_length,
         )
         if isinstance(reader, WeightReader):
-            reader.finish(_unused(source.spec, source.family))
+            reader.finish(_unused(source))
         return model
 
 
@@ -282,9 +295,19 @@ def _refuse_on_gpu(spec: ModelSpec) -> None:
         raise ModelError(f"config.json: the activation {spec.activation.value} runs on a CPU alone; use --device cpu.")
 
 
-def _unused(spec: ModelSpec, family: Family) -> tuple[str, ...]:
+def _log_quantization(source: _Source, stored: torch.dtype) -> None:
+    if source.quantization is not None:
+        name = NAMES[source.quantization.method]
+        log.info("Loading %s model", name)
+        log.info("Using %s kernel: %s to %s", name, source.method.name, str(stored).removeprefix("torch."))
+
+
+def _unused(source: _Source) -> tuple[str, ...]:
     """Endings of tensors that may be left over: a tied head is sometimes stored all the same."""
-    return (*family.ignored, f"{family.names.head}.weight") if spec.tied_head else family.ignored
+    spec, family = source.spec, source.family
+    quantized = () if source.quantization is None else UNUSED
+    head = (f"{family.names.head}.weight",) if spec.tied_head else ()
+    return (*family.ignored, *quantized, *head)
 
 
 def _numerics(

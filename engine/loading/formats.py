@@ -1,25 +1,21 @@
-"""Weight files as one table of named tensors: safetensors, in one file or several with an index.
-
-Headers are read by ourselves and checked against the file size before a tensor is touched; the
-data goes through safetensors' own reader.
-"""
+"""Weight files as one table of named tensors, whatever their format; safetensors is here."""
 
 from __future__ import annotations
 
+import importlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from safetensors import safe_open
 
 from engine.loading.store import ModelError, ModelFolder
+from engine.loading.weight_files import weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 #: The format's own bound of a header.
 _MAX_HEADER_BYTES = 100_000_000
@@ -27,7 +23,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies; `dtype` is the format's name ("F32", "BF16", "F16", …)."""
+    """Where a tensor lies; `dtype` is safetensors' name ("F32", "BF16", "F16", …)."""
 
     file: Path
     dtype: str
@@ -35,14 +31,34 @@ class TensorEntry:
     num_bytes: int
 
 
+class WeightFile(Protocol):
+    """One open file of weights."""
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]: ...
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, in memory of its own, as the file has it."""
+        ...
+
+    def header(self) -> bytes:
+        """What names and describes the tensors, for the model's digest."""
+        ...
+
+
 class Checkpoint:
     """All tensors of a model folder. Raises ModelError for a missing, cut or inconsistent file."""
 
-    def __init__(self, folder: ModelFolder) -> None:
-        self.files = _weight_files(folder)
+    def __init__(self, folder: ModelFolder, load_format: str = "auto") -> None:
+        """`load_format` is one of `weight_files.LOAD_FORMATS`."""
+        chosen = weight_files(folder, load_format)
+        self.format = chosen.format
+        self.files = chosen.files
         self.entries: dict[str, TensorEntry] = {}
+        self._opened: dict[Path, WeightFile] = {}
         for file in self.files:
-            for name, entry in tensor_entries(file).items():
+            opened = self._opened[file] = _open(file, chosen.format, folder)
+            for name, entry in opened.entries.items():
                 if name in self.entries:
                     raise ModelError(f"{file} holds {name}, which {self.entries[name].file.name} holds as well.")
                 self.entries[name] = entry
@@ -53,9 +69,40 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """The tensor, copied out of its file, in the file's dtype."""
-        with safe_open(self.entries[name].file, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+        return self._opened[self.entries[name].file].read(name)
+
+    def header(self, file: Path) -> bytes:
+        """What names and describes the tensors of one of `files`."""
+        return self._opened[file].header()
+
+
+def _open(file: Path, weight_format: str, folder: ModelFolder) -> WeightFile:
+    """Formats other than safetensors are imported on use: they need torch, or a package that may be absent."""
+    if weight_format == "safetensors":
+        return SafetensorsFile(file)
+    if weight_format == "pt":
+        pt: WeightFile = importlib.import_module("engine.loading.torch_files").TorchFile(file)
+        return pt
+    gguf: WeightFile = importlib.import_module("engine.loading.gguf_files").GGUFFile(file, folder)
+    return gguf
+
+
+class SafetensorsFile:
+    """Headers are read by ourselves and checked against the file size before a tensor is touched; the data goes
+    through safetensors' own reader.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.entries = tensor_entries(file)
+
+    def read(self, name: str) -> Tensor:
+        with safe_open(self._file, framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
             return tensor
+
+    def header(self) -> bytes:
+        return read_header(self._file)
 
 
 def read_header(file: Path) -> bytes:
@@ -66,23 +113,6 @@ def read_header(file: Path) -> bytes:
     if len(header) != length or not header.startswith(b"{"):
         raise ModelError(f"{file} is not a safetensors file, or was not copied whole.")
     return header
-
-
-def _weight_files(folder: ModelFolder) -> tuple[Path, ...]:
-    if folder.has(SINGLE):
-        return (folder.path / SINGLE,)
-    if not folder.has(INDEX):
-        raise ModelError(f"{folder.path} has neither {SINGLE} nor {INDEX}; weights must be safetensors.")
-    weight_map = folder.read_object(INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{folder.path / INDEX} has no weight_map.")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        if Path(name).name != name:
-            raise ModelError(f"{folder.path / INDEX} names {name!r}, which is not a file beside it.")
-        if not folder.has(name):
-            raise ModelError(f"{folder.path / name} is missing: {INDEX} lists it. Fetch the model again.")
-    return tuple(folder.path / name for name in names)
 
 
 def tensor_entries(file: Path) -> dict[str, TensorEntry]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import orjson
 
-from engine.loading.formats import Checkpoint, read_header
+from engine.loading.formats import Checkpoint
 from engine.loading.store import ModelFolder
 from protocol import bundle
 
@@ -35,7 +35,7 @@ def model_digest(folder: ModelFolder, tokenizer: bytes, checkpoint: Checkpoint |
         return digest.hexdigest()
     for file in checkpoint.files:
         size = file.stat().st_size
-        _update(digest, file.name.encode(), size.to_bytes(8, "little"), read_header(file))
+        _update(digest, file.name.encode(), size.to_bytes(8, "little"), checkpoint.header(file))
         with file.open("rb") as stream:
             for sample in range(_NUM_SAMPLES):
                 stream.seek(max(0, size - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1))

@@ -7,6 +7,8 @@ model is never served with a part of it random or left out.
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
@@ -23,12 +25,21 @@ STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Weights(Protocol):
-    """What modules take their tensors from. `device` is where they are."""
+    """What modules take their tensors from. `device` is where they are, `dtype` what weights are converted to."""
 
     device: torch.device
+    dtype: torch.dtype
+
+    def has(self, name: str) -> bool:
+        """Whether a checkpoint holds the tensor `name`."""
+        ...
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor `name`. Raises ModelError when it is absent or of another shape or kind."""
+        ...
+
+    def take_stored(self, name: str, shape: tuple[int, ...], stored: Collection[str]) -> Tensor:
+        """As `take`, of one of the dtypes `stored` (safetensors' names), and left in it."""
         ...
 
 
@@ -41,13 +52,21 @@ class DummyWeights:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
-        self._dtype = dtype
+        self.dtype = dtype
+
+    def has(self, name: str) -> bool:
+        """No: there is no checkpoint, and every module gets a plain weight."""
+        del name
+        return False
+
+    def take_stored(self, name: str, shape: tuple[int, ...], stored: Collection[str]) -> Tensor:
+        raise AssertionError(f"{name} {shape} {stored}: only what `has` tells of is taken as it is stored")
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "little")
         generator = torch.Generator(self.device).manual_seed(seed)
         mean = 1.0 if "norm" in name else 0.0
-        return torch.empty(shape, dtype=self._dtype, device=self.device).normal_(mean, 0.02, generator=generator)
+        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(mean, 0.02, generator=generator)
 
 
 class WeightReader:
@@ -57,35 +76,50 @@ class WeightReader:
         self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress, device: torch.device = _CPU
     ) -> None:
         self.device = device
+        self.dtype = dtype
         self._checkpoint = checkpoint
-        self._dtype = dtype
         self._left = set(checkpoint.entries)
         self._progress = progress
         self._done = 0
         self._total = checkpoint.num_bytes
 
+    def has(self, name: str) -> bool:
+        return name in self._checkpoint.entries
+
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor `name`. Raises ModelError when it is absent or of another shape or kind."""
+        return self.take_stored(name, shape, STORED).to(self.dtype)
+
+    def take_stored(self, name: str, shape: tuple[int, ...], stored: Collection[str]) -> Tensor:
+        """As `take`, of one of the dtypes `stored` (safetensors' names), and left in it. A single number may be
+        stored with any number of dimensions.
+        """
         entry = self._checkpoint.entries.get(name)
         if entry is None:
             files = ", ".join(file.name for file in self._checkpoint.files)
             raise ModelError(f"The weights ({files}) hold no {name}, which config.json calls for.")
-        if entry.shape != shape:
+        if entry.shape != shape and not math.prod(entry.shape) == math.prod(shape) == 1:
             raise ModelError(
                 f"{entry.file.name}: {name} has the shape {list(entry.shape)}; config.json calls for {list(shape)}."
             )
-        if entry.dtype not in STORED:
-            raise ModelError(f"{entry.file.name}: {name} is {entry.dtype}; supported are {', '.join(STORED)}.")
-        tensor = self._checkpoint.read(name).to(self.device, self._dtype)
+        if entry.dtype not in stored:
+            raise ModelError(f"{entry.file.name}: {name} is {entry.dtype}; supported are {', '.join(stored)}.")
+        tensor = self._checkpoint.read(name).to(self.device).view(shape)
         self._left.discard(name)
         self._done += entry.num_bytes
         self._progress("loading weights", self._done, self._total)
         return tensor
 
     def finish(self, ignored: tuple[str, ...]) -> None:
-        """Raise ModelError when tensors are left over whose names do not end in one of `ignored`."""
-        left = sorted(name for name in self._left if not name.endswith(ignored))
+        """Raise ModelError when tensors are left over whose names do not end in one of `ignored`.
+
+        A bias of zeros may be left: older GPTQ tools write one for every layer.
+        """
+        left = sorted(name for name in self._left if not name.endswith(ignored) and not self._is_zero_bias(name))
         if left:
             entry = self._checkpoint.entries[left[0]]
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise ModelError(f"{entry.file.name} holds {left[0]}{more}, which config.json does not call for.")
+
+    def _is_zero_bias(self, name: str) -> bool:
+        return name.endswith(".bias") and not self._checkpoint.read(name).any()

@@ -7,12 +7,12 @@ file here and touches no model.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import kernels
-from engine.loading.store import ModelError
+from engine.loading.quantization import Quantization
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,31 +48,31 @@ class LinearWeight(Protocol):
 class LinearMethod(Protocol):
     """A storage format. `name` says format and kernel; it is a part of the numerics hash."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def load(self, reader: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
         """One weight whose output is that of the parts side by side. Raises ModelError."""
         ...
 
 
-#: `quantization_config.quant_method` in config.json to the class; None is a checkpoint without one.
-METHODS: dict[str | None, str] = {
-    None: "engine.quant.unquantized:Unquantized",
+#: The method of a quantization (`engine.loading.quantization.NAMES`) to what makes a LinearMethod of its description.
+METHODS = {
+    "awq": "engine.quant.awq:method",
+    "compressed-tensors": "engine.quant.compressed_tensors:method",
+    "fp8": "engine.quant.fp8:method",
+    "gptq": "engine.quant.gptq:method",
 }
 
+#: Endings of tensors beside quantized weights that have no use here: KV and activations stay in the model's dtype.
+UNUSED = (".input_scale", ".input_zero_point", ".q_scale", ".k_scale", ".v_scale")
 
-def method_of(config: Mapping[str, object]) -> LinearMethod:
-    """The storage format of a checkpoint by its config.json. Raises ModelError naming what is supported."""
-    described = config.get("quantization_config")
-    name = None
-    if described is not None:
-        name = str(described.get("quant_method", "unnamed")) if isinstance(described, Mapping) else "unnamed"
-    if name not in METHODS:
-        supported = ", ".join(sorted(known for known in METHODS if known is not None))
-        raise ModelError(
-            f"config.json: quantization_config is of the method {name!r}; supported here: "
-            f"{supported or 'unquantized checkpoints only'}."
-        )
-    module, attribute = METHODS[name].split(":")
-    method: LinearMethod = getattr(importlib.import_module(module), attribute)()
-    return method
+
+def method_of(quantization: Quantization | None) -> LinearMethod:
+    """The storage format of a checkpoint. Raises ModelError for a variant that is not supported."""
+    if quantization is None:
+        plain: LinearMethod = importlib.import_module("engine.quant.unquantized").Unquantized()
+        return plain
+    module, attribute = METHODS[quantization.method].split(":")
+    make: Callable[[Quantization], LinearMethod] = getattr(importlib.import_module(module), attribute)
+    return make(quantization)

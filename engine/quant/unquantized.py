@@ -27,9 +27,13 @@ class UnquantizedWeight:
         return kernels.gated_linear(x, self.packed, bias, activation)
 
 
+def plain(weights: Sequence[Tensor]) -> UnquantizedWeight:
+    """One weight out of matrices [rows, columns] of equal columns and dtype."""
+    return UnquantizedWeight(kernels.pack_linear(weights[0] if len(weights) == 1 else torch.cat(tuple(weights))))
+
+
 class Unquantized:
     name = "unquantized"
 
     def load(self, reader: Weights, parts: Sequence[LinearPart]) -> UnquantizedWeight:
-        weights = [reader.take(f"{part.name}.weight", (part.rows, part.columns)) for part in parts]
-        return UnquantizedWeight(kernels.pack_linear(weights[0] if len(weights) == 1 else torch.cat(weights)))
+        return plain([reader.take(f"{part.name}.weight", (part.rows, part.columns)) for part in parts])

@@ -16,6 +16,7 @@ class Settings:
 
     model: str | None
     dtype: str = "auto"
+    quantization: str | None = None
     max_model_len: int | None = None
     block_size: int = 16
     kv_cache_memory_bytes: int | None = 32 * 2**20

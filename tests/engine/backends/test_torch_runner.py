@@ -140,8 +140,9 @@ def test_old_rotary_buffers_are_ignored(settings: Settings) -> None:
         ("intermediate_size", 111, r"mlp.gate_proj.weight has the shape \[112, 64\]"),
         ("tie_word_embeddings", False, "hold no lm_head.weight"),
         ("attention_bias", True, "hold no model.layers.0.self_attn.q_proj.bias"),
-        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "method 'gptq'; supported here: unquantized"),
-        ("quantization_config", {"bits": 4}, "method 'unnamed'"),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "quantized \\(gptq\\), but none is"),
+        ("quantization_config", {"quant_method": "quip"}, "method is 'quip'; supported are awq"),
+        ("quantization_config", {"bits": 4}, "method is 'unnamed'"),
         ("architectures", ["OPTForCausalLM"], "OPTForCausalLM.* supported here: .*LlamaForCausalLM"),
     ],
 )
@@ -173,7 +174,7 @@ def test_dummy_weights_need_a_config_and_a_tokenizer_alone(settings: Settings) -
     assert info.digest == load(dummy)[1].digest
     ids = driver(runner, info).run_alone(Sequence(prompt(3), SamplingParams(max_tokens=8, temperature=0.0))).generated
     assert len(ids) == 8
-    with pytest.raises(ModelError, match=r"neither model\.safetensors"):
+    with pytest.raises(ModelError, match=r"has no weights: neither model\.safetensors"):
         load(settings)
 
 

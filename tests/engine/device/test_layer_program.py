@@ -49,7 +49,7 @@ def decoder(architecture: str, dtype: torch.dtype) -> tuple[Decoder, list[LayerC
     model = Decoder(
         *(spec, family.names),
         reader=DummyWeights(dtype, CPU),
-        method=method_of({}),
+        method=method_of(None),
         dtype=dtype,
         num_positions=TABLE * BLOCK_SIZE,
     )

@@ -60,7 +60,7 @@ def test_index_that_cannot_be_right(folder: ModelFolder, weight_map: object) -> 
 
 
 def test_no_weights(folder: ModelFolder) -> None:
-    with pytest.raises(ModelError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+    with pytest.raises(ModelError, match=r"has no weights: neither model\.safetensors"):
         Checkpoint(folder)
 
 

@@ -1,0 +1,64 @@
+"""pytorch_model.bin: torch's own files, of which only tensors are read and no code is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import torch
+from torch import Tensor
+
+from engine.loading.formats import TensorEntry
+from engine.loading.store import ModelError
+
+#: safetensors' names of torch's dtypes.
+_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class TorchFile:
+    """One file, mapped and not read: a tensor is copied when it is asked for. Raises ModelError."""
+
+    def __init__(self, file: Path) -> None:
+        self._tensors = _load(file)
+        self.entries = {
+            name: TensorEntry(
+                file=file,
+                dtype=_NAMES.get(tensor.dtype, str(tensor.dtype)),
+                shape=tuple(tensor.shape),
+                num_bytes=tensor.numel() * tensor.element_size(),
+            )
+            for name, tensor in self._tensors.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name].clone(memory_format=torch.contiguous_format)
+
+    def header(self) -> bytes:
+        return orjson.dumps({name: [entry.dtype, entry.shape] for name, entry in sorted(self.entries.items())})
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    try:
+        loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # a file that is not torch's raises nearly anything
+        reason = str(error).split("\n", 1)[0]
+        raise ModelError(
+            f"{file} cannot be read as weights ({reason}). It was not copied whole, holds more than tensors, or was "
+            f"written by a torch before 1.6; fetch it again, or save the model anew as safetensors."
+        ) from error
+    if not isinstance(loaded, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in loaded.items()
+    ):
+        raise ModelError(f"{file} must hold a table of named tensors; save the model's state_dict alone.")
+    return {name: tensor.detach() for name, tensor in loaded.items()}

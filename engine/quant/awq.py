@@ -1,0 +1,73 @@
+"""AWQ in the layout "gemm": 4-bit integers packed along the outputs in an interleaved order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.loading.quantization import Quantization
+from engine.loading.store import ModelError
+from engine.loading.weights import Weights
+from engine.quant import LinearPart
+from engine.quant.dequantized import Dequantized
+from engine.quant.packing import unpacked
+
+_BITS = 4
+_PER_WORD = 8
+
+#: Column c of eight is in the nibble _NIBBLE[c] of their word, counted from the lowest.
+_NIBBLE = [0, 4, 1, 5, 2, 6, 3, 7]
+
+_WORDS = ("I32",)
+_SCALES = ("F16", "BF16", "F32")  # float16 from AutoAWQ, bfloat16 from gptqmodel
+
+
+@dataclass(frozen=True, slots=True)
+class AWQLayout:
+    """W[n, k] = (q[k, n] - zero[k // group_size, n]) * scale[k // group_size, n]; `group_size` -1 is one group."""
+
+    group_size: int
+    mark: str = ".qweight"
+
+    @property
+    def name(self) -> str:
+        return "awq 4 bits"
+
+    def weight(self, reader: Weights, part: LinearPart) -> Tensor:
+        """float32 [rows, columns]."""
+        rows, columns = part.rows, part.columns
+        size = columns if self.group_size == -1 else self.group_size
+        if rows % _PER_WORD or columns % size:
+            raise ModelError(
+                f"{part.name} is {rows} x {columns}; in AWQ the first is a multiple of {_PER_WORD} and the second of "
+                f"the group size, {size}."
+            )
+        num_words, num_groups = rows // _PER_WORD, columns // size
+        values = _columns(reader.take_stored(f"{part.name}.qweight", (columns, num_words), _WORDS))
+        zeros = _columns(reader.take_stored(f"{part.name}.qzeros", (num_groups, num_words), _WORDS))
+        scales = reader.take_stored(f"{part.name}.scales", (num_groups, rows), _SCALES).float().t()
+        grouped = values.reshape(rows, num_groups, size)
+        return ((grouped - zeros[..., None]).float() * scales[..., None]).reshape(rows, columns)
+
+
+def _columns(words: Tensor) -> Tensor:
+    """Packed [R, C / 8] → int32 [C, R]: one row for every column of the matrix that was packed."""
+    num_rows, num_words = words.shape
+    nibbles = unpacked(words.t(), _BITS).view(num_words, _PER_WORD, num_rows)
+    return nibbles[:, _NIBBLE].view(num_words * _PER_WORD, num_rows)
+
+
+def method(quantization: Quantization) -> Dequantized:
+    """Raises ModelError for a variant that is not supported. Older AutoAWQ has its own names for two fields."""
+    bits = quantization.integer("bits", quantization.integer("w_bit", _BITS))
+    group_size = quantization.integer("group_size", quantization.integer("q_group_size", 128))
+    if bits != _BITS:
+        raise quantization.error("bits" if "bits" in quantization.values else "w_bit", "must be 4")
+    if group_size != -1 and group_size < 1:
+        raise quantization.error("group_size", "must be positive, or -1 for one group")
+    if quantization.text("version", "gemm") != "gemm":
+        raise quantization.error("version", "must be GEMM; quantize again with that version")
+    if not quantization.flag("zero_point", True):
+        raise quantization.error("zero_point", "must be true; quantize again with zero points")
+    return Dequantized(AWQLayout(group_size))

@@ -1,0 +1,80 @@
+"""Quantized weights made plain as they are loaded: the reference of every format.
+
+A weight is computed in float32 out of its integers and scales, rounded once to the dtype in force, and
+from there on it is a plain weight: its products have the bits that a checkpoint of the dequantized
+weights would give. It takes their memory, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.loading.weights import Weights
+from engine.quant import LinearPart
+from engine.quant.unquantized import UnquantizedWeight, plain
+
+
+class Layout(Protocol):
+    """How a format stores one matrix."""
+
+    @property
+    def name(self) -> str:
+        """The format with all that its arithmetic depends on."""
+        ...
+
+    @property
+    def mark(self) -> str:
+        """Ending of the tensor that a quantized module has and a plain one has not."""
+        ...
+
+    def weight(self, reader: Weights, part: LinearPart) -> Tensor:
+        """float32 [rows, columns]. Raises ModelError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantized:
+    """The LinearMethod of a layout. A module without the layout's mark is plain, whatever lists of modules the
+    config has: the tensors are what was written.
+    """
+
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout.name}, dequantized"
+
+    def load(self, reader: Weights, parts: Sequence[LinearPart]) -> UnquantizedWeight:
+        return plain([self.weight(reader, part) for part in parts])
+
+    def weight(self, reader: Weights, part: LinearPart) -> Tensor:
+        """One part in the dtype in force: [rows, columns]."""
+        if not reader.has(part.name + self.layout.mark):
+            return reader.take(f"{part.name}.weight", (part.rows, part.columns))
+        return self.layout.weight(reader, part).to(reader.dtype)
+
+
+def in_blocks(scales: Tensor, shape: tuple[int, int], block: tuple[int, int]) -> Tensor:
+    """Scales [ceil(rows / r), ceil(columns / c)] of blocks [r, c], one for each element of `shape` (or one to be
+    broadcast), the last blocks perhaps cut. float32.
+    """
+    wide = scales.float()
+    for dim, (size, length) in enumerate(zip(block, shape, strict=True)):
+        if size < length and size > 1:
+            wide = wide.repeat_interleave(size, dim).narrow(dim, 0, length)
+    return wide
+
+
+def num_blocks(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """How many blocks cover `shape`, the last ones perhaps cut."""
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
+def scaled(values: Tensor, scales: Tensor) -> Tensor:
+    """values * scales in float32, [rows, columns] and contiguous."""
+    return torch.mul(values.float(), scales).contiguous()

@@ -1,0 +1,83 @@
+"""GPTQ: integers of 2, 3, 4 or 8 bits packed along the inputs, zero points and scales for groups of inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.loading.quantization import Quantization
+from engine.loading.store import ModelError
+from engine.loading.weights import Weights
+from engine.quant import LinearPart
+from engine.quant.dequantized import Dequantized
+from engine.quant.packing import num_words, unpacked
+
+_BITS = (2, 3, 4, 8)
+_WORDS = ("I32",)
+_SCALES = ("F16", "BF16", "F32")
+
+
+@dataclass(frozen=True, slots=True)
+class GPTQLayout:
+    """W[n, k] = (q[k, n] - zero[g(k), n]) * scale[g(k), n].
+
+    `group_size` -1 is one group. g(k) is `g_idx[k]`, arbitrary where inputs were quantized in another order
+    than they stand ("act-order"); k // group_size in files without it. The first version of the format
+    stores zero points less one, modulo 2**bits.
+    """
+
+    bits: int
+    group_size: int
+    zeros_less_one: bool
+    mark: str = ".qweight"
+
+    @property
+    def name(self) -> str:
+        return f"gptq {self.bits} bits"
+
+    def weight(self, reader: Weights, part: LinearPart) -> Tensor:
+        """float32 [rows, columns]."""
+        rows, columns, bits = part.rows, part.columns, self.bits
+        if columns * bits % 32 or rows * bits % 32:
+            raise ModelError(
+                f"{part.name} is {rows} x {columns}; in GPTQ of {bits} bits both times the bits are multiples of 32."
+            )
+        size = columns if self.group_size == -1 else self.group_size
+        num_groups = -(-columns // size)
+        words = reader.take_stored(f"{part.name}.qweight", (num_words(columns, bits), rows), _WORDS)
+        packed_zeros = reader.take_stored(f"{part.name}.qzeros", (num_groups, num_words(rows, bits)), _WORDS)
+        scales = reader.take_stored(f"{part.name}.scales", (num_groups, rows), _SCALES).float()
+        zeros = unpacked(packed_zeros.t(), bits).t()  # [num_groups, rows]
+        if self.zeros_less_one:
+            zeros = (zeros + 1) & (2**bits - 1)
+        group = self._groups(reader, part, size, num_groups)
+        values = unpacked(words, bits)  # [columns, rows]
+        return ((values - zeros[group]).float() * scales[group]).t().contiguous()
+
+    def _groups(self, reader: Weights, part: LinearPart, size: int, num_groups: int) -> Tensor:
+        """The group of every input: [columns]."""
+        name = f"{part.name}.g_idx"
+        if not reader.has(name):
+            return torch.arange(part.columns, device=reader.device) // size
+        group = reader.take_stored(name, (part.columns,), ("I32", "I64")).long()
+        least, most = int(group.min()), int(group.max())
+        if not 0 <= least <= most < num_groups:
+            raise ModelError(f"{name} names groups {least} to {most}; {part.name}.scales has {num_groups}.")
+        return group
+
+
+def method(quantization: Quantization) -> Dequantized:
+    """Raises ModelError for a variant that is not supported."""
+    bits, group_size = quantization.integer("bits"), quantization.integer("group_size", -1)
+    if bits not in _BITS:
+        raise quantization.error("bits", "must be 2, 3, 4 or 8")
+    if group_size != -1 and group_size < 1:
+        raise quantization.error("group_size", "must be positive, or -1 for one group")
+    version = quantization.text("checkpoint_format", quantization.text("format", "gptq"))
+    if version not in ("gptq", "gptq_v2"):
+        raise quantization.error("checkpoint_format", "must be gptq or gptq_v2")
+    if quantization.flag("lm_head", False):
+        raise quantization.error("lm_head", "must be false: a quantized head is not supported; quantize without it")
+    return Dequantized(GPTQLayout(bits, group_size, zeros_less_one=version == "gptq"))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.activation import activate_and_mul
 from kernels.backend import native
+from kernels.cpu import pages
 from kernels.cpu.library import DTYPES
 from kernels.gate import Activation
 
@@ -60,7 +61,7 @@ def pack_linear(weight: Tensor) -> PackedLinear:
     if native() is None:
         return PackedLinear(weight.to(torch.float32).contiguous(), (num_out, num_in), weight.dtype)
     num_panels = -(-num_out // PANEL)
-    panels = weight.new_zeros(num_panels, num_in, PANEL)
+    panels = pages.zeros((num_panels, num_in, PANEL), weight.dtype)
     whole = num_out // PANEL
     panels[:whole] = weight[: whole * PANEL].view(whole, PANEL, num_in).transpose(1, 2)
     panels[whole:, :, : num_out % PANEL] = weight[whole * PANEL :].t()

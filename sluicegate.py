@@ -27,6 +27,8 @@ COMMANDS = {
     "serve": ("sluicegate_serve:main", "serve a model from this machine: an engine and a gateway, kept running"),
     "engine": ("engine.__main__:main", "load a model onto this machine's device and serve it to gateways"),
     "gateway": ("gateway.__main__:main", "speak OpenAI's HTTP and pass the work on to engines"),
+    "check": ("engine.preflight.command:main", "look at a model before it is loaded: what is wrong, and what fits"),
+    "models": ("engine.sources.command:main", "fetch models into the cache, list, check and remove them"),
     "bench": ("loadtest.__main__:main", "put load on a server that speaks OpenAI's HTTP and measure it"),
 }
 

@@ -22,6 +22,8 @@ from engine.inbox import Inbox
 from engine.metrics import EngineMetrics, MetricsServer
 from engine.plan import LoadError, Progress, Runner
 from engine.server import CurveKeys, ListenError, Server
+from engine.sources import resolve as resolve_model
+from engine.sources.remote import Unreachable
 from engine.status import Status
 from protocol import logs
 from protocol.process import EXIT_FAILED, EXIT_UNUSABLE, Parent
@@ -42,14 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parent = Parent.attach(config.parent_pipe)
     log.info("engine_starting", extra={"pid": os.getpid(), "settings": config.describe()})
     try:
-        runner = backends.create(config)
         engine = Engine(config)
-    except LoadError as error:
-        return _give_up(parent, str(error), EXIT_UNUSABLE)
     except ListenError as error:
         return _give_up(parent, str(error), EXIT_FAILED)
     try:
+        runner = backends.create(_with_folder(config, _progress(parent)))
         resolved = engine.load(runner, parent)
+    except Unreachable as error:
+        engine.close()
+        return _give_up(parent, str(error), EXIT_FAILED)
     except LoadError as error:
         engine.close()
         return _give_up(parent, str(error), EXIT_UNUSABLE)
@@ -59,6 +62,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _give_up(parent, str(error) or type(error).__name__, EXIT_FAILED)
     engine.run(runner, resolved, parent)
     return 0
+
+
+def _with_folder(config: EngineConfig, progress: Progress) -> EngineConfig:
+    """`config` with the folder of its model, which is fetched if need be and looked at as a whole.
+
+    Raises LoadError with every problem that can be told before weights are read.
+    """
+    if config.backend not in backends.OF_FOLDERS or config.model is None:
+        return config
+    from engine.preflight.start import require_servable  # it imports what the device's side shares
+
+    folder = resolve_model(
+        config.model, cache_dir=config.cache_dir, revision=config.revision, offline=config.offline, progress=progress
+    )
+    progress("checking the model", 0, 0)
+    require_servable(folder, config)
+    return config.model_copy(update={"model": str(folder)})
 
 
 def _give_up(parent: Parent, reason: str, status: int) -> int:

@@ -211,7 +211,11 @@ def test_a_model_that_can_never_be_served_is_tried_once(start_serve: StartServe,
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
     server = start_serve(str(tmp_path), "--backend=torch_runner")
     assert server.wait(timeout_s=30) == 1
-    assert "MambaForCausalLM" in server.output().splitlines()[-1]
+    told = server.output().partition("sluicegate serve: the engine does not start: ")[2]
+    assert "has 3 problems:" in told
+    assert "MambaForCausalLM" in told
+    assert "has no weights" in told
+    assert "has no tokenizer" in told
     assert server.output().count('"engine_starting"') == 1
 
 

@@ -1,0 +1,72 @@
+"""`sluicegate check MODEL`: what a start would find, without starting."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
+
+from pydantic import ByteSize, Field
+
+from engine.config import BLOCK_UNIT, EngineConfig
+from engine.plan import LoadError
+from engine.preflight import check
+from engine.preflight.devices import find_device
+from engine.preflight.table import render
+from engine.preflight.wanted import Wanted
+from engine.progress import ProgressBar
+from engine.sources import resolve
+from protocol import logs
+from protocol.config import Positional, Spelled
+
+
+class CheckConfig(EngineConfig):
+    """Look at a model before it is loaded: files, shapes, tokenizer, quantization, and what fits."""
+
+    #: What has no part in the answer.
+    decided: ClassVar[frozenset[str]] = frozenset(
+        name
+        for name in EngineConfig.model_fields
+        if name.startswith(("fake_", "curve_"))
+        or name
+        in (
+            *("listen", "served_model_name", "metrics_port", "hang_timeout", "drain_timeout", "threads"),
+            *("enable_prefix_caching", "parent_pipe"),
+        )
+    )
+
+    model: Annotated[str, Positional()] = Field(
+        description="Folder of the model, org/name of a hub, or s3://bucket/prefix."
+    )
+    #: Judged in the report, with all other problems.
+    block_size: int = Field(BLOCK_UNIT, ge=1, description="Tokens in a block of KV.")
+    tensor_parallel_size: int = Field(1, ge=1, le=1024, description="GPUs that the model is divided among.")
+    gpu_memory_bytes: ByteSize | None = Field(
+        None, description="Memory of each GPU, such as 24GiB, to plan for one that is not in this machine."
+    )
+    as_json: Annotated[bool, Spelled("--json")] = Field(False, description="Print the report as JSON.")
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 when the model can be served, 1 when not."""
+    config = CheckConfig.from_command_line(argv, prog="sluicegate check")
+    logs.configure("warning", config.log_format)
+    bar = ProgressBar()
+    try:
+        path = resolve(
+            config.model, cache_dir=config.cache_dir, revision=config.revision, offline=config.offline, progress=bar
+        )
+    except LoadError as error:
+        bar.close()
+        sys.stderr.write(f"sluicegate check: {error}\n")
+        return 1
+    bar.close()
+    device = find_device(config.device, config.gpu_memory_bytes)
+    wanted = Wanted.by(config, device, tensor_parallel_size=config.tensor_parallel_size)
+    report = check(path, wanted, name=config.model)
+    if config.as_json:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        print(render(report, color=sys.stdout.isatty()))
+    return 0 if report.ok else 1

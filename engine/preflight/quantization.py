@@ -1,0 +1,115 @@
+"""Is the quantized layout of a checkpoint one that is served, and what are its matrices stored as?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.loading.quantization import NAMES, Quantization, check_described, read_quantization
+from engine.loading.store import ModelError, ModelFolder
+from engine.models.layout import Matrix
+from engine.preflight.report import Report
+from engine.quant import UNUSED
+
+_ABOUT = "quantization"
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLayout:
+    """The tensors of a quantized matrix. `group_size` is the number of columns that share a scale, 0 all of a
+    row; `block` is (rows, columns) of those that share one in two dimensions. A `kind` that is not known here
+    has no shapes, so that they are not compared.
+    """
+
+    kind: str
+    bits: int
+    group_size: int = 0
+    block: tuple[int, int] | None = None
+    act_order: bool = False
+
+    #: Endings of tensors that may be there beside those of `tensors`.
+    optional = (".g_idx", ".weight_g_idx", ".weight_zero_point", ".weight_shape", *UNUSED)
+
+    def __str__(self) -> str:
+        shared = f"groups of {self.group_size}" if self.group_size else "a scale a row"
+        if self.block:
+            shared = f"blocks of {self.block[0]}×{self.block[1]}"
+        return f"{self.bits} bit, {shared}{', act-order' if self.act_order else ''}"
+
+    def tensors(self, matrix: Matrix) -> Shapes | None:
+        """Endings of names, and shapes; None where they are not known."""
+        rows, columns = matrix.rows, matrix.columns
+        groups = math.ceil(columns / self.group_size) if self.group_size else 1
+        packed_rows, packed_columns = (math.ceil(size * self.bits / 32) for size in (rows, columns))
+        match self.kind:
+            case "gptq":
+                return {"qweight": (packed_columns, rows), "qzeros": (groups, packed_rows), "scales": (groups, rows)}
+            case "awq":
+                return {"qweight": (columns, packed_rows), "qzeros": (groups, packed_rows), "scales": (groups, rows)}
+            case "pack-quantized":
+                return {"weight_packed": (rows, packed_columns), "weight_scale": (rows, groups)}
+            case "fp8" if self.block:
+                return {"weight": (rows, columns), "weight_scale_inv": self._blocks(matrix)}
+            case "int-quantized" | "float-quantized" | "naive-quantized":
+                return {
+                    "weight": (rows, columns),
+                    "weight_scale": self._blocks(matrix) if self.block else (rows, groups),
+                }
+        return None
+
+    def _blocks(self, matrix: Matrix) -> tuple[int, int]:
+        assert self.block is not None
+        return math.ceil(matrix.rows / self.block[0]), math.ceil(matrix.columns / self.block[1])
+
+
+def check_quantization(
+    folder: ModelFolder, tensors: Iterable[str], asked: str | None, report: Report
+) -> StoredLayout | None:
+    """How quantized matrices are stored; None where they are plain.
+
+    `tensors` are the names of what the files hold, `asked` is --quantization.
+    """
+    try:
+        found = read_quantization(folder, asked)
+        check_described(found, tensors, folder)
+        layout = None if found is None or not found.values else _layout(found)
+    except ModelError as error:
+        report.problem(_ABOUT, str(error))
+        return None
+    if found is None:
+        report.fact(_ABOUT, "none")
+    elif layout is None:
+        report.fact(_ABOUT, f"{NAMES[found.method]}, made while the weights are loaded")
+    else:
+        report.fact(_ABOUT, f"{NAMES[found.method]} ({found.source}): {layout}; kernel: weights are unpacked at load")
+    return layout
+
+
+def _layout(found: Quantization) -> StoredLayout:
+    if found.method == "compressed-tensors":
+        return _compressed(found)
+    if found.method == "fp8":
+        return StoredLayout("fp8", 8, block=found.sizes("weight_block_size"))
+    bits = found.integer("bits", found.integer("w_bit", 4))
+    group_size = found.integer("group_size", found.integer("q_group_size", 128))
+    return StoredLayout(found.method, bits, max(0, group_size), act_order=found.flag("desc_act", False))
+
+
+def _compressed(found: Quantization) -> StoredLayout:
+    """By the one group of modules that tools write; with several of them shapes are not compared."""
+    groups = found.inner("config_groups")
+    group = groups.inner(next(iter(groups.values), ""))
+    weights = group.inner("weights")
+    kind = group.text("format", found.text("format", ""))
+    strategy = weights.text("strategy", "channel")
+    known = len(groups.values) == 1 and strategy in ("channel", "group", "block")
+    return StoredLayout(
+        kind if known else "",
+        weights.integer("num_bits"),
+        weights.integer("group_size", 0) if strategy == "group" else 0,
+        weights.sizes("block_structure") if strategy == "block" else None,
+        act_order=weights.values.get("actorder") is not None,
+    )

@@ -1,0 +1,66 @@
+"""Do the tensors that the files hold agree with config.json?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine.loading.formats import TensorEntry
+from engine.models.layout import Matrix, ModelLayout
+from engine.models.spec import Family, ModelSpec
+from engine.preflight.quantization import StoredLayout
+from engine.preflight.report import Report
+
+_ABOUT = "tensors"
+_REMEDY = "config.json and weights are of different models: take both from one source."
+
+#: Types that plain weights may be stored in, as in `engine.loading.weights`.
+_PLAIN_TYPES = ("F32", "BF16", "F16")
+
+
+def check_tensors(
+    entries: Mapping[str, TensorEntry],
+    layout: ModelLayout,
+    stored: StoredLayout | None,
+    family: Family,
+    spec: ModelSpec,
+    report: Report,
+) -> None:
+    """Every tensor that the model needs is there in its shape, and there is no other."""
+    expected = dict(layout.plain)
+    for matrix in layout.matrices:
+        expected |= _of_matrix(matrix, entries, stored)
+    problems = []
+    for name, shape in expected.items():
+        entry = entries.get(name)
+        if entry is None:
+            problems.append(f"No file holds {name} {list(shape)}, which config.json calls for.")
+        elif entry.shape != shape:
+            problems.append(
+                f"{entry.file.name}: {name} has the shape {list(entry.shape)}; config.json calls for {list(shape)}."
+            )
+        elif name in layout.plain and entry.dtype not in _PLAIN_TYPES:
+            problems.append(f"{entry.file.name}: {name} is {entry.dtype}; supported are {', '.join(_PLAIN_TYPES)}.")
+    ignored = family.ignored
+    if spec.tied_head:
+        ignored = (*ignored, f"{family.names.head}.weight")
+    if stored is not None:
+        ignored = (*ignored, *stored.optional)
+    left = [name for name in sorted(entries.keys() - expected.keys()) if not name.endswith(ignored)]
+    problems += [f"{entries[name].file.name} holds {name}, which config.json does not call for." for name in left]
+    report.alike(_ABOUT, problems, _REMEDY)
+    if not problems:
+        report.fact(_ABOUT, f"{len(expected)}, each in the shape that config.json calls for")
+
+
+def _of_matrix(
+    matrix: Matrix, entries: Mapping[str, TensorEntry], stored: StoredLayout | None
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what one linear layer is stored as."""
+    bias: dict[str, tuple[int, ...]] = {f"{matrix.name}.bias": (matrix.rows,)} if matrix.bias else {}
+    plain = entries.get(f"{matrix.name}.weight")
+    if stored is None or (plain is not None and plain.dtype in _PLAIN_TYPES):  # it was left as it is
+        return {f"{matrix.name}.weight": (matrix.rows, matrix.columns), **bias}
+    shapes = stored.tensors(matrix)
+    if shapes is None:
+        return {name: entry.shape for name, entry in entries.items() if name.startswith(f"{matrix.name}.")}
+    return {**{f"{matrix.name}.{name}": shape for name, shape in shapes.items()}, **bias}

@@ -2,7 +2,7 @@
 
 The fake engine writes down when each of its steps ended and how many tokens it made. A stream gets a token from each
 step from its first on, so where all streams have as many tokens, those numbers tell how many streams began with each
-step; and a stream that began a step later is that much later on average, whatever a single token met on its way.
+step; and a stream that began a step later has its quickest token that much later, whatever the others met on their way.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,12 @@ def delays(steps: Sequence[Step], streams: Sequence[Sequence[float]]) -> list[fl
     firsts = _first_steps(steps, num_tokens)
     if len(firsts) != len(streams):
         raise TrialError(f"the steps are of {len(firsts)} streams, {len(streams)} arrived")
+
+    def quickest(times: Sequence[float]) -> float:
+        return min(at - step.at for at, step in zip(times, steps, strict=False))
+
     found: list[float] = []
-    for first, times in zip(firsts, sorted(streams, key=sum), strict=True):
+    for first, times in zip(firsts, sorted(streams, key=quickest), strict=True):
         found += [at - step.at for at, step in zip(times, steps[first : first + num_tokens], strict=True)]
     if min(found) < 0:
         raise TrialError(f"a token arrived {-min(found):.6f} s before its step ended")

@@ -28,6 +28,13 @@ def test_streams_may_follow_each_other() -> None:
     assert delays(steps(1, 1, 2, 2), streams) == pytest.approx([0, 0, 0.001, 0.001, 0.002, 0.002])
 
 
+def test_a_stream_that_stood_still_for_a_while_keeps_its_place() -> None:
+    stood, quick = [10.001, 10.026, 10.2, 10.201], [10.027, 10.051, 10.076, 10.101]
+    assert delays(steps(1, 2, 2, 2, 1), [quick, stood]) == pytest.approx(
+        [0.001, 0.001, 0.15, 0.126, 0.002, 0.001, 0.001, 0.001]
+    )
+
+
 @pytest.mark.parametrize(
     ("num_sampled", "streams", "reason"),
     [

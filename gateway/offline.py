@@ -119,13 +119,9 @@ class LLM:
     ) -> None:
         """Returns once the model is loaded. Raises ValueError for an option that cannot be had, EngineError
         when the engine does not start."""
-        for name, value, harmless in (
-            ("tokenizer", tokenizer, (None, model)),
-            ("tensor_parallel_size", tensor_parallel_size, (1,)),
-            ("trust_remote_code", trust_remote_code, (False,)),
-        ):
-            if value not in harmless:
-                raise ValueError(f"{name}={value!r} cannot be had: {_REMEDIES[name]}.")
+        _refuse("tokenizer", tokenizer, (None, model))
+        _refuse("tensor_parallel_size", tensor_parallel_size, (1,))
+        _refuse("trust_remote_code", trust_remote_code, (False,))
         flags = _flags(
             model=os.fspath(model),
             revision=revision,
@@ -332,6 +328,11 @@ def _one_each(
     if len(params) != num_prompts:
         raise ValueError(f"sampling_params must be one, or one for each of {num_prompts} prompts; got {len(params)}.")
     return iter(params)
+
+
+def _refuse(name: str, value: object, harmless: tuple[object, ...]) -> None:
+    if value not in harmless:
+        raise ValueError(f"{name}={value!r} cannot be had: {_REMEDIES[name]}.")
 
 
 def _flags(**options: object) -> list[str]:

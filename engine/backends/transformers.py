@@ -90,10 +90,14 @@ class TransformersRunner:
         config = self._config
         if config.model is None:
             raise ModelError("no model is named; give its folder as --model.")
+        if config.load_format not in ("auto", "safetensors", "dummy"):
+            raise ModelError(f"--load-format {config.load_format}: the transformers backend reads safetensors alone.")
+        if config.quantization is not None:
+            raise ModelError("--quantization is torch_runner's; a checkpoint's own is read without it.")
         folder = ModelFolder(Path(config.model))
         tokenizer = tokenizer_bundle(folder)
         generation = read_generation_config(folder)
-        checkpoint = None if config.load_format == "dummy" else Checkpoint(folder)
+        checkpoint = None if config.load_format == "dummy" else Checkpoint(folder, "safetensors")
         progress("preparing kernels", 0, 0)
         device = _start(config)
         progress("loading weights", 0, 0)

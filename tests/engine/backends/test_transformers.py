@@ -264,6 +264,10 @@ def test_models_that_cannot_be_served(
 
 
 def test_settings_that_cannot_be_had(folder: Path, model: object) -> None:
+    with pytest.raises(ModelError, match="--load-format gguf: the transformers backend reads safetensors alone"):
+        Loop(folder, load_format="gguf")
+    with pytest.raises(ModelError, match="--quantization is torch_runner's"):
+        Loop(folder, quantization="fp8")
     with pytest.raises(ModelError, match=r"--max-model-len 641 is more than .* 640"):
         Loop(folder, max_model_len=641)
     with pytest.raises(ModelError, match=r"needs 40 KV blocks .* to at most 624"):

@@ -143,7 +143,6 @@ def scaled_bytes(
     values = (torch.randn(rows, columns, generator=generator) * 40).clamp(-127, 127).to(dtype)
     scales = _scales((-(-rows // block[0]), -(-columns // block[1])), scale_dtype, seed)
     weight = torch.empty(rows, columns)
-    for n in range(rows):
-        for k in range(columns):
-            weight[n, k] = values[n, k].float() * scales[n // block[0], k // block[1]].float()
+    for k in range(columns):
+        weight[:, k] = values[:, k].float() * scales[torch.arange(rows) // block[0], k // block[1]].float()
     return Packed({"weight": values, scale_name: scales}, weight)

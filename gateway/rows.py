@@ -33,5 +33,18 @@ def append_row(to: Logprobs, rows: Logprobs, at: int) -> None:
     to.top.extend(rows.top[start : start + to.k])
 
 
+def append_rows(to: Logprobs, rows: Logprobs, start: int) -> None:
+    """Rows from `start` on, of which a frame may have thousands; nearly always just as wide as asked."""
+    k = to.k
+    if rows.k != k:
+        for at in range(start, len(rows.own)):
+            append_row(to, rows, at)
+        return
+    to.own.extend(rows.own[start:])
+    to.rank.extend(rows.rank[start:])
+    to.top_ids.extend(rows.top_ids[start * k :])
+    to.top.extend(rows.top[start * k :])
+
+
 def _empty(k: int) -> Logprobs:
     return Logprobs(k, array(F32), array(U32), array(U32), array(F32))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.errors import GatewayError
-from gateway.rows import Gap, append_row, no_prompt_rows, no_rows
+from gateway.rows import Gap, append_row, append_rows, no_prompt_rows, no_rows
 from gateway.stops import StopMatcher
 from protocol.messages import U32, AbortReason, FinishReason, Logprobs
 from protocol.sampling import SamplingParams
@@ -199,8 +199,7 @@ class Choice:
         known = len(to.own)
         if first > known + 1:
             raise Gap(f"the prompt's logprobs at {first} came where {known + 1} was next")
-        for at in range(known + 1 - first, count):
-            append_row(to, rows, at)
+        append_rows(to, rows, known + 1 - first)
 
     def push(self, first: int, ids: array[int], rows: Logprobs | None = None) -> None:
         """Tokens number `first`, `first + 1`, ... of this choice; `rows` are theirs, one each.

@@ -34,7 +34,7 @@ BANNED = {
     "kernels": {"zmq", "transformers", "pydantic"},
     "loadtest": {"torch", "transformers", "zmq"},
     "gateway": {"torch", "triton", "safetensors"},
-    "engine": {"starlette", "uvicorn", "sse_starlette", "tokenizers"},
+    "engine": {"starlette", "uvicorn", "sse_starlette"},
     "sluicegate": {"torch", "pydantic", "asyncio"},
     "sluicegate_serve": {"torch", "zmq", "transformers"},
 }
@@ -44,6 +44,9 @@ ONLY_IN = {
     "zmq": {"gateway/dealer.py", "engine/server.py"},
     "triton": {"kernels/_triton.py"},
 }
+
+#: An engine never tokenizes: what reads a model's folder makes tokenizer.json and sees whether it loads.
+TOKENIZER_READERS = ("engine/loading/", "engine/preflight/tokenizer.py")
 
 #: The only files that may read the environment: ours there, and a compiler's own variable here.
 ENVIRONMENT_READERS = {"protocol/config.py", "kernels/cpu/build.py"}
@@ -101,6 +104,8 @@ def test_imports_keep_to_the_rules(path: Path) -> None:
         assert top not in UNSAFE_MODULES, module
         if top in ONLY_IN:
             assert name_of(path) in ONLY_IN[top], f"{top} is imported in {sorted(ONLY_IN[top])} alone"
+        if top == "tokenizers" and package == "engine":
+            assert name_of(path).startswith(TOKENIZER_READERS)
         if top == "transformers" and package == "engine":
             assert name_of(path).startswith("engine/backends/transformers")
 

@@ -12,9 +12,7 @@ import json
 import logging
 import shlex
 import signal
-import socket
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -32,7 +30,9 @@ from engine.sources.reference import parse_reference
 from gateway.config import GatewayConfig
 from protocol import logs
 from protocol.config import Positional, Settings, Shown, child_environ
+from protocol.folders import private_folder
 from protocol.logs import LogLevel
+from protocol.ports import PortUnavailable, bound_socket
 from protocol.supervisor import ChildFailed, Program, Supervisor
 
 log = logging.getLogger(__name__)
@@ -70,10 +70,6 @@ class ServeConfig(EngineConfig, GatewayConfig):
     )
 
 
-class PortUnavailable(Exception):
-    """The HTTP port cannot be had. The text says why and what to do."""
-
-
 def main(argv: Sequence[str]) -> int:
     config = ServeConfig.from_command_line(argv, prog="sluicegate serve")
     logs.configure(config.log_level, config.log_format)
@@ -107,8 +103,8 @@ def with_model(config: ServeConfig, bar: ProgressBar) -> ServeConfig:
 
 async def serve(config: ServeConfig, bar: ProgressBar) -> int:
     """Run both programs until SIGINT or SIGTERM; the exit status. Raises ChildFailed."""
-    with tempfile.TemporaryDirectory(prefix="sluicegate-") as folder:  # mode 0700
-        supervisor = Supervisor(programs(config, Path(folder)), bar.show)
+    with private_folder() as folder:
+        supervisor = Supervisor(programs(config, folder), bar.show)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, supervisor.stop)
@@ -145,16 +141,8 @@ def _program(name: str, config: ServeConfig, settings: type[Settings], grace_s: 
 
 def available_port(host: str, port: int) -> int:
     """`port`, or one that is free where it is 0. Raises PortUnavailable, before anything is loaded."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise PortUnavailable(
-            f"cannot listen on {host} port {port}: {error.strerror}. Choose another with --port or --host."
-        ) from error
+    with bound_socket(host, port) as probe:
+        return int(probe.getsockname()[1])
 
 
 async def served_model(config: ServeConfig) -> str:

@@ -20,10 +20,11 @@ from gateway.dealer import AddressError
 from gateway.measures import Measures
 from gateway.resume import Dispatcher
 from gateway.router import Router
-from gateway.server import Server, listen
+from gateway.server import Server
 from gateway.service import Service
 from gateway.texts import Texts
 from protocol import logs, metrics
+from protocol.ports import PortUnavailable, bound_socket
 from protocol.process import EXIT_UNUSABLE, Parent
 
 log = logging.getLogger("gateway")
@@ -38,14 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.workers > 1 and config.workers_dir is None:
             return workers.run(config, parent)
         return serve(config, parent)
-    except (AddressError, OSError) as error:
+    except (AddressError, PortUnavailable, OSError) as error:
         log.error("gateway_failed", extra={"reason": str(error)})
         parent.give_up(str(error))
         return EXIT_UNUSABLE
 
 
 def serve(config: GatewayConfig, parent: Parent) -> int:
-    """Serve in this process. Raises AddressError for an engine's address, OSError for the HTTP one."""
+    """Serve in this process. Raises AddressError for an engine's address, PortUnavailable for the HTTP one."""
     if config.workers_dir is not None:
         workers.forget_dead(config.workers_dir)
     registry = CollectorRegistry()
@@ -58,7 +59,7 @@ def serve(config: GatewayConfig, parent: Parent) -> int:
         max_body_bytes=config.max_body_bytes or 0,
     )
     app = create_app(service, registry, access, config.workers_dir)
-    with listen(config.host, config.port, reuse_port=config.workers_dir is not None) as bound:
+    with bound_socket(config.host, config.port, reuse_port=config.workers_dir is not None) as bound:
         host, port = bound.getsockname()[:2]
 
         def on_listening() -> None:

@@ -90,21 +90,3 @@ class Server(uvicorn.Server):
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-
-def listen(host: str, port: int, *, reuse_port: bool) -> socket.socket:
-    """A bound TCP socket. Raises OSError naming host and port."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise OSError(f"cannot listen on {host} port {port}: {error.strerror}.") from error
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if reuse_port:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise OSError(f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port.") from error
-    return bound

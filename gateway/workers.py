@@ -11,14 +11,14 @@ import asyncio
 import logging
 import signal
 import sys
-import tempfile
 from pathlib import Path
 
 from prometheus_client.multiprocess import mark_process_dead
 
 from gateway.config import GatewayConfig
-from gateway.server import listen
 from protocol.config import child_environ
+from protocol.folders import private_folder
+from protocol.ports import bound_socket
 from protocol.process import Parent, Progress
 from protocol.supervisor import ChildFailed, Program, Supervisor
 
@@ -31,12 +31,12 @@ _METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 def run(config: GatewayConfig, parent: Parent) -> int:
     """Run `config.workers` workers until told to stop; the exit status."""
     # Without SO_REUSEPORT, so that a port which somebody else has is refused here and not shared.
-    with listen(config.host, config.port, reuse_port=False) as probe:
+    with bound_socket(config.host, config.port) as probe:
         port = int(probe.getsockname()[1])
-    with tempfile.TemporaryDirectory(prefix="sluicegate-metrics-") as folder:
-        config = config.model_copy(update={"port": port, "workers_dir": folder, "parent_pipe": None})
+    with private_folder() as folder:
+        config = config.model_copy(update={"port": port, "workers_dir": str(folder), "parent_pipe": None})
         try:
-            asyncio.run(_supervise(config, folder, parent))
+            asyncio.run(_supervise(config, str(folder), parent))
         except ChildFailed as error:
             log.error("gateway_failed", extra={"reason": str(error)})
             parent.give_up(str(error))

@@ -20,7 +20,8 @@ from engine.config import EngineConfig
 from engine.progress import ProgressBar
 from gateway.config import GatewayConfig
 from protocol.config import Settings, options_of
-from sluicegate_serve import PortUnavailable, ServeConfig, available_port, greeting, programs
+from protocol.ports import PortUnavailable
+from sluicegate_serve import ServeConfig, available_port, greeting, programs
 from tests.processes import Process, Server, children_of, command_line, free_port
 
 StartServe = Callable[..., Server]
@@ -186,12 +187,29 @@ def test_children_drain_and_exit_when_the_supervisor_is_killed(start_serve: Star
         wait_until_gone(pid)
 
 
-def test_a_taken_port_is_refused_before_anything_is_started(start_serve: StartServe) -> None:
+def test_what_a_killed_supervisor_left_is_no_hindrance_to_the_next(start_serve: StartServe, short_dir: Path) -> None:
+    """Its port, which its gateway has until it notices, and its folder."""
+    environ = {"TMPDIR": str(short_dir)}
+    first = start_serve("--backend=fake", environ=environ)
+    first.wait_until_ready()
+    first.kill()
+    (left,) = short_dir.glob("sluicegate-*")
+    second = start_serve("--backend=fake", port=first.port, environ=environ)
+    second.wait_for_output("curl -N")
+    (folder,) = short_dir.glob("sluicegate-*")
+    assert folder != left
+
+
+def test_a_taken_port_is_refused_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("protocol.ports.PATIENCE_S", 0.0)
+    monkeypatch.setattr(sluicegate_serve.logs, "configure", lambda *_: None)
+    monkeypatch.setattr(sluicegate_serve, "serve", lambda *_: pytest.fail("started"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        server = start_serve(port=port)
-        assert server.wait() == 1
-    assert server.output() == (
+        assert sluicegate_serve.main(["--backend=fake", f"--port={port}"]) == 1
+    assert capsys.readouterr().err == (
         f"sluicegate serve: cannot listen on 127.0.0.1 port {port}: Address already in use. "
         "Choose another with --port or --host.\n"
     )

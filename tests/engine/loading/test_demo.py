@@ -95,6 +95,27 @@ def test_remains_of_a_killed_life_are_removed(package: Path, tmp_path: Path) -> 
     assert cached(tmp_path / "cache") == [f".{NAME}.lock", NAME]
 
 
+def test_a_download_ends_with_its_parent(tmp_path: Path) -> None:
+    code = """
+import subprocess, sys, time
+from engine.loading.demo import _END_WITH_PARENT
+command = [sys.executable, "-c", _END_WITH_PARENT, str(__import__("os").getpid()), "sleep", "60"]
+print(subprocess.Popen(command).pid, flush=True)
+time.sleep(60)
+"""
+    root = Path(demo.__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = Path(f"/proc/{int(process.stdout.readline())}")
+        while (child / "comm").read_text() != "sleep\n":
+            time.sleep(0.01)
+        process.kill()
+    deadline = time.monotonic() + 5
+    while child.exists() and "State:\tZ" not in (child / "status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_kill_starts_it_over(package: Path, tmp_path: Path) -> None:
     """A process killed by SIGKILL in the middle of converting leaves nothing that is taken for whole."""
     script = f"""

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from gateway.router import Router, RouterSettings
 from gateway.stream import Delta, GenerationRequest
 from gateway.texts import ModelText, Texts
 from protocol.config import child_environ
+from protocol.folders import private_folder
 from protocol.messages import Logprobs, Serving
 from protocol.metrics import Instruments, Owner
 from protocol.supervisor import ChildFailed, Program, Supervisor
@@ -149,7 +149,7 @@ class OfflineEngine:
 
     async def _serve(self) -> None:
         """Keep the engine running until `_fail`."""
-        with tempfile.TemporaryDirectory(prefix="sluicegate-") as folder:  # mode 0700
+        with private_folder() as folder:
             address = f"ipc://{folder}/engine.sock"
             # `-P`: a folder called `engine` where the user happens to be is not ours.
             argv = (sys.executable, "-P", "-m", "sluicegate", "engine", *self._flags, f"--listen={address}")

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from engine.config import EngineConfig
+from protocol.config import SettingsError
+
+
+def config(*flags: str) -> EngineConfig:
+    return EngineConfig.load(["model", *flags], {}, prog="engine")
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype"),
+    [
+        ("auto", "auto"),
+        ("half", "float16"),
+        ("float16", "float16"),
+        ("bfloat16", "bfloat16"),
+        ("float", "float32"),
+        ("float32", "float32"),
+    ],
+)
+def test_dtype_by_all_its_names(asked: str, dtype: str) -> None:
+    assert config(f"--dtype={asked}").dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("flag", "known"), [("--dtype=int8", "bfloat16"), ("--quantization=squeezellm", "gptq"), ("--load-format=x", "pt")]
+)
+def test_names_that_are_not_known(flag: str, known: str) -> None:
+    with pytest.raises(SettingsError, match=f"{flag.partition('=')[0]}: .*'{known}'"):
+        config(flag)
+
+
+def test_what_loading_does_by_itself() -> None:
+    assert (config().load_format, config().dtype, config().quantization) == ("auto", "auto", None)

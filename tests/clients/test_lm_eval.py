@@ -81,7 +81,7 @@ def evaluate(program: str, folder: Path, model: str, model_args: str) -> dict[st
     output = folder / model
     command = [program, "--model", model, "--model_args", model_args, "--tasks", ",".join(TASKS), "--log_samples"]
     command += ["--include_path", str(folder), "--output_path", str(output), "--batch_size", "1", "--device", "cpu"]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "datasets"), "OPENAI_API_KEY": "none"}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "datasets"), "OPENAI_API_KEY": "none", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=os.environ | offline, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     (results,) = output.rglob("results_*.json")
@@ -96,16 +96,17 @@ def evaluate(program: str, folder: Path, model: str, model_args: str) -> dict[st
     return answers
 
 
-def test_local_completions_equals_hf(start_serve: Callable[..., Server], demo_model: Path, tmp_path: Path) -> None:
+def test_local_completions_equals_hf(start_serve: Callable[..., Server], tiny_models: Path, tmp_path: Path) -> None:
     program = os.environ.get("LM_EVAL")
     if program is None:
         pytest.skip("LM_EVAL does not name the lm_eval program of an environment that has it")
     write_tasks(tmp_path)
-    expected = evaluate(program, tmp_path, "hf", f"pretrained={demo_model},dtype=float32")
-    server = start_serve(str(demo_model), "--served-model-name=demo", "--dtype=float32")
+    model = tiny_models / "llama_untied"
+    expected = evaluate(program, tmp_path, "hf", f"pretrained={model},dtype=float32")
+    server = start_serve(str(model), "--served-model-name=demo", "--dtype=float32")
     server.wait_until_ready()
     url = f"base_url={server.url}/v1/completions,num_concurrent=4,max_retries=1"
-    found = evaluate(program, tmp_path, "local-completions", f"model=demo,tokenizer={demo_model},{url}")
+    found = evaluate(program, tmp_path, "local-completions", f"model=demo,tokenizer={model},{url}")
     worst = _assert_equal(found, expected)
     print(f"largest difference {worst:.2e}; {json.dumps(found)}")  # noqa: T201 - the figures of a report
 

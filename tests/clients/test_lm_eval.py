@@ -81,7 +81,13 @@ def evaluate(program: str, folder: Path, model: str, model_args: str) -> dict[st
     output = folder / model
     command = [program, "--model", model, "--model_args", model_args, "--tasks", ",".join(TASKS), "--log_samples"]
     command += ["--include_path", str(folder), "--output_path", str(output), "--batch_size", "1", "--device", "cpu"]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "datasets"), "OPENAI_API_KEY": "none", "OMP_NUM_THREADS": "1"}
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(folder / "datasets"),
+        "OPENAI_API_KEY": "none",
+        "OMP_NUM_THREADS": "1",
+    }
+    offline["OMP_NUM_THREADS"] = "1"  # several threads spin for minutes beside other work
     done = subprocess.run(command, cwd=folder, env=os.environ | offline, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     (results,) = output.rglob("results_*.json")

@@ -85,9 +85,8 @@ def evaluate(program: str, folder: Path, model: str, model_args: str) -> dict[st
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(folder / "datasets"),
         "OPENAI_API_KEY": "none",
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",  # several threads spin for minutes beside other work
     }
-    offline["OMP_NUM_THREADS"] = "1"  # several threads spin for minutes beside other work
     done = subprocess.run(command, cwd=folder, env=os.environ | offline, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     (results,) = output.rglob("results_*.json")

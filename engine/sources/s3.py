@@ -65,6 +65,7 @@ class S3Source:
     def digest(self, file: RemoteFile) -> Digest | None:
         """From the ETag. How large the parts of an object were is asked for its first part."""
         with self._explained(file):
+            # Without If-Match, which some stores compare with the tag of the part.
             head = self._client.head_object(**self._object(file), PartNumber=1)
         md5, dash, count = file.tag.strip('"').partition("-")
         if head.get("ServerSideEncryption") in _HIDES_MD5 or "SSECustomerAlgorithm" in head or len(md5) != 32:
@@ -82,7 +83,7 @@ class S3Source:
     def open(self, file: RemoteFile, start: int) -> Iterator[Transfer]:
         try:
             with self._explained(file):
-                response = self._client.get_object(**self._object(file), Range=f"bytes={start}-")
+                response = self._client.get_object(**self._object(file), IfMatch=file.tag, Range=f"bytes={start}-")
         except Unreachable as error:
             raise Interrupted(str(error)) from error
         body = response["Body"]
@@ -90,7 +91,7 @@ class S3Source:
             yield Transfer(start, _chunks(body))
 
     def _object(self, file: RemoteFile) -> dict[str, str]:
-        return {"Bucket": self._reference.bucket, "Key": self._prefix + file.name, "IfMatch": file.tag}
+        return {"Bucket": self._reference.bucket, "Key": self._prefix + file.name}
 
     @contextlib.contextmanager
     def _explained(self, file: RemoteFile | None = None) -> Iterator[None]:

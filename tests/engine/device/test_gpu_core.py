@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.backends.test_torch_runner_core import Answer, Loop, submit
+from tests.engine.backends.test_torch_runner_core import submit
+from tests.engine.core_loop import Answer, Loop
 from tests.engine.tiny_models import PROMPT_LENGTHS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

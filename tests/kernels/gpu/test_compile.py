@@ -66,6 +66,7 @@ def test_attention(capability: int, dtype: torch.dtype, head_dim: int, monkeypat
                 **({"window": 0, "soft_cap": 0.0} | options),
                 num_heads=heads,
                 scale=1.0,
+                norms=None,
                 tile=64,
                 split=256,
             )

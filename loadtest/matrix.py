@@ -87,8 +87,7 @@ def cases(seed: int, count: int) -> list[Case]:
                 body |= {"logprobs": True, "top_logprobs": logprobs}
         else:
             body["prompt"] = _PROMPTS[prompt]
-            # An engine cannot give logprobs of prompts yet, so the two are refused together.
-            body["echo"] = next(echoes) and "logprobs" not in body
+            body["echo"] = next(echoes)
         options["streamed"] = "no"
         if next(streaming):
             options["streamed"] = "yes"

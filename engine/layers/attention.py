@@ -37,16 +37,24 @@ class ForwardBatch:
 class Attention:
     """Norms queries and keys where the family does, rotates them, writes the pool, attends.
 
-    `window` is how many positions a token sees, itself included; 0 is all.
+    `window` is how many positions a token sees, itself included, 0 for all; `soft_cap` is that of scores, 0 for none.
     """
 
     def __init__(
-        self, *, num_heads: int, scale: float, window: int, rope: Tensor, norms: kernels.HeadNorms | None
+        self,
+        *,
+        num_heads: int,
+        scale: float,
+        window: int,
+        soft_cap: float,
+        rope: Tensor,
+        norms: kernels.HeadNorms | None,
     ) -> None:
         self._num_heads = num_heads
         self._scale = scale
         self._window = window
-        self._rope = rope  # [num_positions, head_dim]
+        self._soft_cap = soft_cap
+        self._rope = rope  # [num_positions, rotary_dim]
         self._norms = norms
 
     def __call__(self, qkv: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
@@ -56,6 +64,7 @@ class Attention:
             num_heads=self._num_heads,
             scale=self._scale,
             window=self._window,
+            soft_cap=self._soft_cap,
             norms=self._norms,
         )
         return out.view(qkv.shape[0], -1)

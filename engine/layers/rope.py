@@ -1,5 +1,7 @@
 """Rotary positions: how each kind turns the dimensions of a head, and the table that operators read.
 
+`rotary_dim` is how many of them, the first ones, are turned; most models turn all.
+
 Every kind follows transformers (`modeling_rope_utils.py`) in float32. Two kinds, dynamic and long, turn
 short and long contexts differently. transformers goes by the length seen so far, so that its result
 depends on how a sequence was cut; here the length is that of the table, which is the context in force.
@@ -27,10 +29,10 @@ class Rope:
     theta: float
     magnitude: float = 1.0
 
-    def frequencies(self, head_dim: int, num_positions: int) -> Tensor:
-        """Radians a position, float32 [head_dim / 2], in a table of `num_positions`."""
+    def frequencies(self, rotary_dim: int, num_positions: int) -> Tensor:
+        """Radians a position, float32 [rotary_dim / 2], in a table of `num_positions`."""
         del num_positions
-        return 1.0 / _wavelengths(self.theta, head_dim)
+        return 1.0 / _wavelengths(self.theta, rotary_dim)
 
     def regime(self, num_positions: int) -> int:
         """What of the table's length its rows depend on. Equal numbers mean equal rows; 0 for most kinds."""
@@ -44,9 +46,9 @@ class LinearRope(Rope):
 
     factor: float
 
-    def frequencies(self, head_dim: int, num_positions: int) -> Tensor:
+    def frequencies(self, rotary_dim: int, num_positions: int) -> Tensor:
         del num_positions
-        return 1.0 / _wavelengths(self.theta, head_dim) / self.factor
+        return 1.0 / _wavelengths(self.theta, rotary_dim) / self.factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +58,10 @@ class DynamicRope(Rope):
     factor: float
     trained_positions: int
 
-    def frequencies(self, head_dim: int, num_positions: int) -> Tensor:
+    def frequencies(self, rotary_dim: int, num_positions: int) -> Tensor:
         length = max(num_positions, self.trained_positions)
         stretch = self.factor * length / self.trained_positions - (self.factor - 1)
-        return 1.0 / _wavelengths(self.theta * stretch ** (head_dim / (head_dim - 2)), head_dim)
+        return 1.0 / _wavelengths(self.theta * stretch ** (rotary_dim / (rotary_dim - 2)), rotary_dim)
 
     def regime(self, num_positions: int) -> int:
         return num_positions if num_positions > self.trained_positions else 0
@@ -74,11 +76,11 @@ class Llama3Rope(Rope):
     high_freq_factor: float
     trained_positions: int
 
-    def frequencies(self, head_dim: int, num_positions: int) -> Tensor:
+    def frequencies(self, rotary_dim: int, num_positions: int) -> Tensor:
         import torch
 
         del num_positions
-        plain = 1.0 / _wavelengths(self.theta, head_dim)
+        plain = 1.0 / _wavelengths(self.theta, rotary_dim)
         length = 2 * math.pi / plain
         low, high = self.low_freq_factor, self.high_freq_factor
         stretched = torch.where(length > self.trained_positions / low, plain / self.factor, plain)
@@ -100,61 +102,61 @@ class YarnRope(Rope):
     beta_slow: float
     truncate: bool
 
-    def frequencies(self, head_dim: int, num_positions: int) -> Tensor:
+    def frequencies(self, rotary_dim: int, num_positions: int) -> Tensor:
         import torch
 
         del num_positions
-        wavelengths = _wavelengths(self.theta, head_dim)
-        low, high = self._turning(self.beta_fast, head_dim), self._turning(self.beta_slow, head_dim)
+        wavelengths = _wavelengths(self.theta, rotary_dim)
+        low, high = self._turning(self.beta_fast, rotary_dim), self._turning(self.beta_slow, rotary_dim)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
+        low, high = max(low, 0), min(high, rotary_dim - 1)
         if low == high:
             high += 0.001  # a step instead of a ramp, without a division by 0
-        ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
         left = 1 - ramp
         return 1.0 / (self.factor * wavelengths) * (1 - left) + 1.0 / wavelengths * left
 
-    def _turning(self, turns: float, head_dim: int) -> float:
+    def _turning(self, turns: float, rotary_dim: int) -> float:
         """The dimension that turns so many times in the trained context."""
-        return head_dim * math.log(self.trained_positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+        return rotary_dim * math.log(self.trained_positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRope(Rope):
     """LongRoPE (Ding et al., 2024): wavelengths times `short_factor` each in contexts up to `trained_positions`,
-    times `long_factor` in longer ones. Both have head_dim / 2 numbers.
+    times `long_factor` in longer ones. Both have rotary_dim / 2 numbers.
     """
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
     trained_positions: int
 
-    def frequencies(self, head_dim: int, num_positions: int) -> Tensor:
+    def frequencies(self, rotary_dim: int, num_positions: int) -> Tensor:
         import torch
 
         factors = self.long_factor if self.regime(num_positions) else self.short_factor
-        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * _wavelengths(self.theta, head_dim))
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * _wavelengths(self.theta, rotary_dim))
 
     def regime(self, num_positions: int) -> int:
         return int(num_positions > self.trained_positions)
 
 
-def rope_table(rope: Rope, num_positions: int, head_dim: int) -> Tensor:
-    """float32 [num_positions, head_dim]: cosines of each position's angles, then sines.
+def rope_table(rope: Rope, num_positions: int, rotary_dim: int) -> Tensor:
+    """float32 [num_positions, rotary_dim]: cosines of each position's angles, then sines.
 
     Angles are float32 products of position and frequency, as transformers computes them.
     """
     import torch
 
-    frequencies = rope.frequencies(head_dim, num_positions)
+    frequencies = rope.frequencies(rotary_dim, num_positions)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     return torch.cat((angles.cos(), angles.sin()), dim=1) * rope.magnitude
 
 
-def _wavelengths(theta: float, head_dim: int) -> Tensor:
-    """Positions a radian, float32 [head_dim / 2]."""
+def _wavelengths(theta: float, rotary_dim: int) -> Tensor:
+    """Positions a radian, float32 [rotary_dim / 2]."""
     import torch
 
-    powers: Tensor = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    powers: Tensor = theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     return powers

@@ -14,7 +14,7 @@ from engine.layers.linear import Embedding, Head, Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import rope_table
 from engine.loading.weights import Weights
-from engine.models.spec import LayerSpec, ModelSpec, WeightNames
+from engine.models.spec import LayerSpec, ModelSpec, WeightNames, named_rows
 from engine.quant import LinearMethod, LinearPart
 
 
@@ -71,20 +71,22 @@ class DecoderLayer:
     def __init__(self, modules: _Modules, layer: LayerSpec, prefix: str, rope: Tensor) -> None:
         spec, names = modules.spec, modules.names
         hidden, inner = spec.hidden_size, spec.intermediate_size
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._attention_norm = modules.norm(prefix + names.attention_norm)
-        query, key, value = (names.query, q_size, hidden), (names.key, kv_size, hidden), (names.value, kv_size, hidden)
-        self._qkv = modules.linear(prefix, spec.qkv_bias, query, key, value)
+        qkv = [(name, rows, hidden) for name, rows in named_rows(names.qkv, spec.qkv_rows)]
+        self._qkv = modules.linear(prefix, spec.qkv_bias, *qkv)
         self._attention = Attention(
             num_heads=spec.num_heads,
             scale=spec.attention_scale,
             window=layer.window,
+            soft_cap=spec.score_soft_cap,
             rope=rope,
             norms=modules.head_norms(prefix),
         )
-        self._output = modules.branch_end(prefix, spec.output_bias, (names.output, hidden, q_size), names.output_norm)
+        output = (names.output, hidden, spec.qkv_rows[0])
+        self._output = modules.branch_end(prefix, spec.output_bias, output, names.output_norm)
         self._mlp_norm = modules.norm(prefix + names.mlp_norm)
-        self._gate_up = modules.linear(prefix, spec.mlp_bias, (names.gate, inner, hidden), (names.up, inner, hidden))
+        gate_up = [(name, rows, hidden) for name, rows in named_rows(names.gate_up, (inner, inner))]
+        self._gate_up = modules.linear(prefix, spec.mlp_bias, *gate_up)
         self._activation = spec.activation
         self._down = modules.branch_end(prefix, spec.mlp_bias, (names.down, hidden, inner), names.down_norm)
 
@@ -116,7 +118,7 @@ class Decoder:
     ) -> None:
         modules = _Modules(spec, names, reader, method, dtype)
         ropes = {layer.rope for layer in spec.layers}
-        tables = {rope: rope_table(rope, num_positions, spec.head_dim).to(reader.device) for rope in ropes}
+        tables = {rope: rope_table(rope, num_positions, spec.rotary_dim).to(reader.device) for rope in ropes}
         embedding = reader.take(f"{names.embedding}.weight", (spec.vocab_size, spec.hidden_size))
         if spec.tied_head:
             tied = kernels.pack_linear(embedding)

@@ -8,7 +8,7 @@ from engine.layers.rope import Rope
 from engine.loading.store import ModelError
 from engine.models.config import ConfigFields
 from engine.models.reading import FULL, SLIDING, layer_types, read_spec
-from engine.models.rope import rope_of
+from engine.models.rope import rope_of, rotary_dim
 from engine.models.spec import Family, LayerSpec, ModelSpec, WeightNames
 from kernels import Activation
 
@@ -62,7 +62,7 @@ def _rope(config: ConfigFields, kind: str, theta: float, spec: ModelSpec) -> Rop
         parameters,
         config,
         theta=parameters.number("rope_theta", theta),
-        head_dim=spec.head_dim,
+        rotary_dim=rotary_dim(parameters, config, spec.head_dim),
         max_positions=spec.max_context_length,
     )
 

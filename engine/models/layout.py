@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.models.spec import ModelSpec, WeightNames
+from engine.models.spec import ModelSpec, WeightNames, named_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,11 @@ def layout_of(spec: ModelSpec, names: WeightNames) -> ModelLayout:
 
 def _matrices(spec: ModelSpec, names: WeightNames, prefix: str) -> Iterator[Matrix]:
     hidden, inner = spec.hidden_size, spec.intermediate_size
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    yield Matrix(prefix + names.query, queries, hidden, spec.qkv_bias, by_rows=True)
-    yield Matrix(prefix + names.key, keys, hidden, spec.qkv_bias, by_rows=True)
-    yield Matrix(prefix + names.value, keys, hidden, spec.qkv_bias, by_rows=True)
-    yield Matrix(prefix + names.output, hidden, queries, spec.output_bias, by_rows=False)
-    yield Matrix(prefix + names.gate, inner, hidden, spec.mlp_bias, by_rows=True)
-    yield Matrix(prefix + names.up, inner, hidden, spec.mlp_bias, by_rows=True)
+    for name, rows in named_rows(names.qkv, spec.qkv_rows):
+        yield Matrix(prefix + name, rows, hidden, spec.qkv_bias, by_rows=True)
+    yield Matrix(prefix + names.output, hidden, spec.qkv_rows[0], spec.output_bias, by_rows=False)
+    for name, rows in named_rows(names.gate_up, (inner, inner)):
+        yield Matrix(prefix + name, rows, hidden, spec.mlp_bias, by_rows=True)
     yield Matrix(prefix + names.down, hidden, inner, spec.mlp_bias, by_rows=False)
 
 

@@ -12,9 +12,12 @@ from engine.models.spec import LayerSpec, ModelSpec
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def read_spec(config: ConfigFields, *, max_positions: int, head_dim: int | None = None) -> ModelSpec:
+def read_spec(
+    config: ConfigFields, *, max_positions: int, head_dim: int | None = None, partial: bool = False
+) -> ModelSpec:
     """The fields that have one meaning everywhere: one rope, no windows, no biases. A family replaces what is
-    otherwise. `max_positions` and `head_dim` are the family's defaults. Raises ModelError.
+    otherwise. `max_positions` and `head_dim` are the family's defaults, `partial` is as in `rotary_dim`.
+    Raises ModelError.
     """
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
@@ -24,7 +27,8 @@ def read_spec(config: ConfigFields, *, max_positions: int, head_dim: int | None 
             f"num_key_value_heads ({num_kv_heads})."
         )
     head_dim = config.integer("head_dim", head_dim or hidden_size // num_heads)
-    rope = read_rope(config, head_dim=head_dim, max_positions=config.integer("max_position_embeddings", max_positions))
+    max_positions = config.integer("max_position_embeddings", max_positions)
+    rope = read_rope(config, head_dim=head_dim, max_positions=max_positions, partial=partial)
     return ModelSpec(
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -32,6 +36,7 @@ def read_spec(config: ConfigFields, *, max_positions: int, head_dim: int | None 
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        rotary_dim=rope.rotary_dim,
         context_length=rope.context_length,
         max_context_length=rope.max_context_length,
         layers=(LayerSpec(rope.rope),) * config.integer("num_hidden_layers"),

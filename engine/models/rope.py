@@ -17,15 +17,19 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, slots=True)
 class RopeChoice:
-    """A model's rope, how long its context is unless asked otherwise, and how long it may be."""
+    """A model's rope, how many dimensions of a head it turns, how long the context is unless asked otherwise, and how
+    long it may be.
+    """
 
     rope: Rope
+    rotary_dim: int
     context_length: int
     max_context_length: int
 
 
-def read_rope(config: ConfigFields, *, head_dim: int, max_positions: int) -> RopeChoice:
-    """The one rope of a model whose `max_position_embeddings` is `max_positions`. Raises ModelError.
+def read_rope(config: ConfigFields, *, head_dim: int, max_positions: int, partial: bool = False) -> RopeChoice:
+    """The one rope of a model whose `max_position_embeddings` is `max_positions`. `partial` is as in `rotary_dim`.
+    Raises ModelError.
 
     As in vLLM, scaling that names the factor by which the trained context grows makes the context that long.
     """
@@ -36,25 +40,44 @@ def read_rope(config: ConfigFields, *, head_dim: int, max_positions: int) -> Rop
     for name in _LAYER_TYPES:
         parameters.expect(name, None)
     theta = parameters.number("rope_theta", config.number("rope_theta", 10000.0))
-    rope = rope_of(parameters, config, theta=theta, head_dim=head_dim, max_positions=max_positions)
+    turned = rotary_dim(parameters, config, head_dim, partial=partial)
+    rope = rope_of(parameters, config, theta=theta, rotary_dim=turned, max_positions=max_positions)
     match rope:
         case LinearRope(factor=factor):
             longest = int(factor * max_positions)
         case YarnRope(factor=factor, trained_positions=trained):
             longest = int(factor * trained)
         case DynamicRope(factor=factor):
-            return RopeChoice(rope, max_positions, max(max_positions, int(factor * max_positions)))
+            return RopeChoice(rope, turned, max_positions, max(max_positions, int(factor * max_positions)))
         case _:
             longest = max_positions
-    return RopeChoice(rope, longest, longest)
+    return RopeChoice(rope, turned, longest, longest)
 
 
-def rope_of(parameters: ConfigFields, config: ConfigFields, *, theta: float, head_dim: int, max_positions: int) -> Rope:
+def rotary_dim(parameters: ConfigFields, config: ConfigFields, head_dim: int, *, partial: bool = False) -> int:
+    """How many dimensions of a head turn: all, or in families that are `partial` the share that the config names.
+
+    Raises ModelError.
+    """
+    name = "partial_rotary_factor"
+    size = head_dim
+    if partial:
+        factor = parameters.number(name, config.number(name, 1.0))
+        size = int(head_dim * factor)
+        if not 2 <= size <= head_dim:
+            raise ModelError(f"config.json: {name} {factor} of heads of {head_dim} dimensions is not 2 to {head_dim}.")
+    else:
+        config.expect(name, 1.0)
+        parameters.expect(name, 1.0)
+    if size % 2:
+        raise ModelError(f"config.json: rotary positions turn {size} dimensions of a head; they need an even number.")
+    return size
+
+
+def rope_of(
+    parameters: ConfigFields, config: ConfigFields, *, theta: float, rotary_dim: int, max_positions: int
+) -> Rope:
     """The rope that `parameters` describe. Raises ModelError for an unknown kind or a field out of range."""
-    if head_dim % 2:
-        raise ModelError(f"config.json: the size of a head is {head_dim}; rotary positions need an even one.")
-    config.expect("partial_rotary_factor", 1.0)
-    parameters.expect("partial_rotary_factor", 1.0)
     kind = parameters.text("rope_type", "type", default="default")
     trained = config.integer(
         "original_max_position_embeddings", parameters.integer("original_max_position_embeddings", max_positions)
@@ -65,15 +88,15 @@ def rope_of(parameters: ConfigFields, config: ConfigFields, *, theta: float, hea
         case "linear":
             return LinearRope(theta=theta, factor=_factor(parameters))
         case "dynamic":
-            if head_dim == 2:
-                raise ModelError("config.json: dynamic rotary positions need heads of more than 2 dimensions.")
+            if rotary_dim == 2:
+                raise ModelError("config.json: dynamic rotary positions need more than 2 dimensions of a head.")
             return DynamicRope(theta=theta, factor=_factor(parameters), trained_positions=max_positions)
         case "llama3":
             return _llama3(parameters, theta, trained)
         case "yarn":
             return _yarn(parameters, theta, trained, max_positions)
-        case "longrope":
-            return _long(parameters, theta, trained, max_positions, head_dim)
+        case "longrope" | "su":  # the name in Phi-3's first configs
+            return _long(parameters, theta, trained, max_positions, rotary_dim)
     raise ModelError(f"config.json: rotary positions have the type {kind!r}; supported are {', '.join(KINDS)}.")
 
 
@@ -122,7 +145,7 @@ def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _long(parameters: ConfigFields, theta: float, trained: int, max_positions: int, head_dim: int) -> LongRope:
+def _long(parameters: ConfigFields, theta: float, trained: int, max_positions: int, rotary_dim: int) -> LongRope:
     if trained == 1:
         raise ModelError("config.json: original_max_position_embeddings is 1; longrope needs more.")
     factor = parameters.number("factor", max_positions / trained)
@@ -130,7 +153,7 @@ def _long(parameters: ConfigFields, theta: float, trained: int, max_positions: i
     return LongRope(
         theta=theta,
         magnitude=parameters.number("attention_factor", magnitude),
-        short_factor=parameters.numbers("short_factor", head_dim // 2),
-        long_factor=parameters.numbers("long_factor", head_dim // 2),
+        short_factor=parameters.numbers("short_factor", rotary_dim // 2),
+        long_factor=parameters.numbers("long_factor", rotary_dim // 2),
         trained_positions=trained,
     )

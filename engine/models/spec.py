@@ -35,6 +35,7 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int  # how many dimensions of a head the rope turns
     context_length: int
     max_context_length: int
     layers: tuple[LayerSpec, ...]
@@ -47,11 +48,19 @@ class ModelSpec:
     mlp_bias: bool = False
     activation: Activation = Activation.SILU
     embedding_scale: float = 1.0
+    score_soft_cap: float = 0.0  # of attention, 0 for none: cap * tanh(score / cap)
+    logit_soft_cap: float = 0.0
     norms_from_one: bool = False  # norms are stored less one, and multiply before rounding (Gemma)
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        """Rows of the projections to queries, keys and values."""
+        keys = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, keys, keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,26 +68,28 @@ class WeightNames:
     """What a checkpoint calls the modules of a decoder; those of a layer follow its `layer` prefix.
 
     Families that have them name the norms of every query and key head, and those of what attention
-    and MLP answer.
+    and MLP answer. `qkv` and `gate_up` are one name where one matrix holds the rows of all.
     """
 
     embedding: str = "model.embed_tokens"
     layer: str = "model.layers.{}."  # with one {} for the layer's number
     attention_norm: str = "input_layernorm"
-    query: str = "self_attn.q_proj"
-    key: str = "self_attn.k_proj"
-    value: str = "self_attn.v_proj"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     query_norm: str | None = None
     key_norm: str | None = None
     output: str = "self_attn.o_proj"
     output_norm: str | None = None
     mlp_norm: str = "post_attention_layernorm"
-    gate: str = "mlp.gate_proj"
-    up: str = "mlp.up_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     down_norm: str | None = None
     final_norm: str = "model.norm"
     head: str = "lm_head"
+
+
+def named_rows(names: tuple[str, ...], rows: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+    """Each name with its rows; a single one with all of them."""
+    return ((names[0], sum(rows)),) if len(names) == 1 else tuple(zip(names, rows, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

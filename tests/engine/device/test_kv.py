@@ -17,6 +17,7 @@ SPEC = ModelSpec(
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
+    rotary_dim=16,
     context_length=512,
     max_context_length=512,
     layers=(LayerSpec(Rope(theta=1e4)),) * 3,

@@ -95,7 +95,7 @@ def test_head_dim_and_biases() -> None:
         ),
         ({"rope_parameters": [1]}, "rope_parameters must be an object or null"),
         ({"rope_theta": float("inf")}, "rope_theta must be a positive number, not inf"),
-        ({"head_dim": 15}, "the size of a head is 15; rotary positions need an even one"),
+        ({"head_dim": 15}, "rotary positions turn 15 dimensions of a head; they need an even"),
         ({"torch_dtype": "int8"}, "torch_dtype is 'int8'; supported are float32, bfloat16, float16"),
         ({"architectures": ["GPT2LMHeadModel"]}, r"\['GPT2LMHeadModel'\]; supported here: .*, LlamaForCausalLM"),
         ({"architectures": None}, "architectures is None; supported here: .*, LlamaForCausalLM"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import kernels
 from engine.loading.weights import Weights
-from engine.quant import LinearMethod, LinearPart
+from engine.quant import LinearMethod, LinearPart, LinearWeight
 
 
 class Linear:
@@ -63,9 +63,9 @@ class Embedding:
 class Head:
     """Hidden states → logits, in float32 whatever the model's dtype."""
 
-    def __init__(self, weight: kernels.PackedLinear) -> None:
+    def __init__(self, weight: LinearWeight) -> None:
         self._weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [B, hidden_size] → float32 [B, vocab_size]."""
-        return kernels.linear(x, self._weight, out_dtype=torch.float32)
+        return self._weight.wide_product(x)

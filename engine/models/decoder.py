@@ -16,6 +16,7 @@ from engine.layers.rope import rope_table
 from engine.loading.weights import Weights
 from engine.models.spec import LayerSpec, ModelSpec, WeightNames, named_rows
 from engine.quant import LinearMethod, LinearPart
+from engine.quant.unquantized import UnquantizedWeight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,11 +123,12 @@ class Decoder:
         embedding = reader.take(f"{names.embedding}.weight", (spec.vocab_size, spec.hidden_size))
         if spec.tied_head:
             tied = kernels.pack_linear(embedding)
-            self._embedding, self._head = Embedding(tied, dtype, spec.embedding_scale), Head(tied)
+            self._embedding = Embedding(tied, dtype, spec.embedding_scale)
+            self._head = Head(UnquantizedWeight(tied))
         else:
-            head = reader.take(f"{names.head}.weight", (spec.vocab_size, spec.hidden_size))
+            head = LinearPart(names.head, spec.vocab_size, spec.hidden_size)
             self._embedding = Embedding(embedding, dtype, spec.embedding_scale)
-            self._head = Head(kernels.pack_linear(head))
+            self._head = Head(method.load_head(reader, head))
         self._layers = [
             DecoderLayer(modules, layer, names.layer.format(number), tables[layer.rope])
             for number, layer in enumerate(spec.layers)

@@ -27,7 +27,9 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """`plain` are the tensors that no format changes, by name: embedding, head, norms."""
+    """`plain` are the tensors that no format changes, by name: embedding and norms. `matrices` include the head where
+    it is not the embedding.
+    """
 
     matrices: tuple[Matrix, ...]
     plain: dict[str, tuple[int, ...]]
@@ -38,12 +40,13 @@ def layout_of(spec: ModelSpec, names: WeightNames) -> ModelLayout:
     prefixes = [names.layer.format(number) for number in range(spec.num_layers)]
     table = (spec.vocab_size, spec.hidden_size)
     plain: dict[str, tuple[int, ...]] = {f"{names.embedding}.weight": table}
-    if not spec.tied_head:
-        plain[f"{names.head}.weight"] = table
     plain[f"{names.final_norm}.weight"] = (spec.hidden_size,)
     for prefix in prefixes:
         plain |= {f"{prefix}{name}.weight": (size,) for name, size in _norms(spec, names)}
-    return ModelLayout(tuple(matrix for prefix in prefixes for matrix in _matrices(spec, names, prefix)), plain)
+    matrices = [matrix for prefix in prefixes for matrix in _matrices(spec, names, prefix)]
+    if not spec.tied_head:
+        matrices.append(Matrix(names.head, *table, bias=False, by_rows=True))
+    return ModelLayout(tuple(matrices), plain)
 
 
 def _matrices(spec: ModelSpec, names: WeightNames, prefix: str) -> Iterator[Matrix]:

@@ -44,6 +44,10 @@ class LinearWeight(Protocol):
         """The activation of the first half of the product times the second: [M, half the rows] in x.dtype."""
         ...
 
+    def wide_product(self, x: Tensor) -> Tensor:
+        """x [M, columns] → float32 [M, rows]: logits."""
+        ...
+
 
 class LinearMethod(Protocol):
     """A storage format. `name` says format and kernel; it is a part of the numerics hash."""
@@ -53,6 +57,10 @@ class LinearMethod(Protocol):
 
     def load(self, reader: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
         """One weight whose output is that of the parts side by side. Raises ModelError."""
+        ...
+
+    def load_head(self, reader: Weights, head: LinearPart) -> LinearWeight:
+        """As `load`, for the head that makes logits: a format may leave it as it is. Raises ModelError."""
         ...
 
 

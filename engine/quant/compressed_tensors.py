@@ -133,6 +133,9 @@ class Groups:
     def load(self, reader: Weights, parts: Sequence[LinearPart]) -> UnquantizedWeight:
         return plain([self.weight(reader, part) for part in parts])
 
+    def load_head(self, reader: Weights, head: LinearPart) -> UnquantizedWeight:
+        return self.load(reader, (head,))
+
     def weight(self, reader: Weights, part: LinearPart) -> Tensor:
         """One part in the dtype in force: [rows, columns]."""
         for target, method in self.groups:

@@ -15,7 +15,7 @@ from engine.loading.quantization import Quantization
 from engine.loading.weights import Weights
 from engine.quant import LinearMethod, LinearPart
 from engine.quant.dequantized import Dequantized, in_blocks, num_blocks, scaled
-from engine.quant.unquantized import UnquantizedWeight, plain
+from engine.quant.unquantized import Unquantized, UnquantizedWeight, plain
 
 FP8 = torch.float8_e4m3fn
 STORED = ("F8_E4M3",)
@@ -68,6 +68,10 @@ class Online:
     def load(self, reader: Weights, parts: Sequence[LinearPart]) -> UnquantizedWeight:
         taken = (reader.take(f"{part.name}.weight", (part.rows, part.columns)) for part in parts)
         return plain([_rounded(weight.float()).to(reader.dtype) for weight in taken])
+
+    def load_head(self, reader: Weights, head: LinearPart) -> UnquantizedWeight:
+        """Left plain, as vLLM does: errors of logits weigh most, and a head is a small part of a model."""
+        return Unquantized().load_head(reader, head)
 
 
 def _rounded(weight: Tensor) -> Tensor:

@@ -78,6 +78,4 @@ def method(quantization: Quantization) -> Dequantized:
     version = quantization.text("checkpoint_format", quantization.text("format", "gptq"))
     if version not in ("gptq", "gptq_v2"):
         raise quantization.error("checkpoint_format", "must be gptq or gptq_v2")
-    if quantization.flag("lm_head", False):
-        raise quantization.error("lm_head", "must be false: a quantized head is not supported; quantize without it")
     return Dequantized(GPTQLayout(bits, group_size, zeros_less_one=version == "gptq"))

@@ -26,6 +26,9 @@ class UnquantizedWeight:
     def gated_product(self, x: Tensor, bias: Tensor | None, activation: kernels.Activation) -> Tensor:
         return kernels.gated_linear(x, self.packed, bias, activation)
 
+    def wide_product(self, x: Tensor) -> Tensor:
+        return kernels.linear(x, self.packed, out_dtype=torch.float32)
+
 
 def plain(weights: Sequence[Tensor]) -> UnquantizedWeight:
     """One weight out of matrices [rows, columns] of equal columns and dtype."""
@@ -37,3 +40,6 @@ class Unquantized:
 
     def load(self, reader: Weights, parts: Sequence[LinearPart]) -> UnquantizedWeight:
         return plain([reader.take(f"{part.name}.weight", (part.rows, part.columns)) for part in parts])
+
+    def load_head(self, reader: Weights, head: LinearPart) -> UnquantizedWeight:
+        return self.load(reader, (head,))

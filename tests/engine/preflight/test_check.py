@@ -261,8 +261,8 @@ def test_architectures_that_are_not_ours(folder: Path) -> None:
     assert "architectures is ['OPTForCausalLM']; supported here: " in found
 
 
-def quantized(method: str) -> tuple[dict[str, object], Tensors]:
-    """The description and the tensors of a checkpoint in groups of 128."""
+def quantized(method: str, *, head: bool = False) -> tuple[dict[str, object], Tensors]:
+    """The description and the tensors of a checkpoint in groups of 128, the head among them or not."""
     described: dict[str, object] = {"quant_method": method, "bits": 4, "group_size": 128}
     if method == "awq":
         described |= {"zero_point": True, "version": "gemm"}
@@ -274,7 +274,7 @@ def quantized(method: str) -> tuple[dict[str, object], Tensors]:
         described = {"quant_method": method, "weight_block_size": [128, 128]}
     tensors: Tensors = {}
     for name, (dtype, shape) in tensors_of(CONFIG, "F16").items():
-        if "_proj" not in name:
+        if "_proj" not in name and not (head and name.startswith("lm_head")):
             tensors[name] = (dtype, shape)
             continue
         (n, k), stem = shape, name.removesuffix("weight")
@@ -292,9 +292,10 @@ def quantized(method: str) -> tuple[dict[str, object], Tensors]:
     return described, tensors
 
 
+@pytest.mark.parametrize("head", [False, True])
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "fp8"])
-def test_quantized(tmp_path: Path, method: str) -> None:
-    described, tensors = quantized(method)
+def test_quantized(tmp_path: Path, method: str, head: bool) -> None:
+    described, tensors = quantized(method, head=head)
     folder = write_model(tmp_path / "m", CONFIG | {"quantization_config": described}, tensors)
     report = check(folder, replace(WANTED, quantization=method))
     assert [str(problem) for problem in report.problems] == []

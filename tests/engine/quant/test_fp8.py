@@ -63,6 +63,15 @@ def test_plain_weights_rounded_as_they_are_loaded(tmp_path: Path) -> None:
     assert torch.equal((found / scale).to(FP8).float(), (weight / scale).to(FP8).float())
 
 
+def test_the_head_stays_plain_when_weights_are_rounded(tmp_path: Path) -> None:
+    weight = torch.randn(32, 64)
+    reader, _ = open_folder(module_folder(tmp_path, {"quant_method": "fp8"}, {"head": weight}))
+    method = method_of(Quantization("fp8", "--quantization fp8", {}))
+    head = method.load_head(reader, LinearPart("head", 32, 64))
+    assert isinstance(head, UnquantizedWeight)
+    assert torch.equal(head.packed.rows(torch.arange(32)), weight)
+
+
 def test_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="fmt is 'e5m2'; it must be e4m3"):
         open_folder(module_folder(tmp_path, {"quant_method": "fp8", "fmt": "e5m2"}, {"m": torch.zeros(1)}))

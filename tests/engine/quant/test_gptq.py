@@ -81,8 +81,6 @@ def test_weights_are_rounded_to_the_dtype_in_force(tmp_path: Path) -> None:
         ({"bits": "four"}, "bits is 'four'; it must be an integer"),
         ({"group_size": 0}, "group_size is 0; it must be positive, or -1"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; it must be gptq or gptq_v2"),
-        ({"lm_head": True}, "a quantized head is not supported"),
-        ({"lm_head": "yes"}, "lm_head is 'yes'; it must be true or false"),
     ],
 )
 def test_refused(tmp_path: Path, change: dict[str, Any], text: str) -> None:

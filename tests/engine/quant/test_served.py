@@ -56,14 +56,17 @@ FORMATS: dict[str, tuple[str, dict[str, object], Callable[[int, int, int], Packe
 }
 
 
-def quantized(source: Path, path: Path, name: str) -> tuple[Path, Path]:
-    """Two models with the embeddings and norms of `source`: one quantized, one of the weights that it stands for."""
+def quantized(source: Path, path: Path, name: str, *, head: bool = False) -> tuple[Path, Path]:
+    """Two models with the embeddings and norms of `source`: one quantized, with its `head` or without, and one of
+    the weights that it stands for.
+    """
+    modules = ("_proj.weight", "lm_head.weight") if head else ("_proj.weight",)
     file, values, pack = FORMATS[name]
     config = json.loads((source / "config.json").read_text()) | {"intermediate_size": INNER}
     stored: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
     for seed, (tensor_name, tensor) in enumerate(load_file(source / "model.safetensors").items()):
-        if not tensor_name.endswith("_proj.weight"):
+        if not tensor_name.endswith(modules):
             stored[tensor_name] = plain[tensor_name] = tensor
             continue
         rows, columns = (INNER if size == 112 else size for size in tensor.shape)
@@ -97,6 +100,14 @@ def test_equals_the_plain_model(
     assert any(text.startswith(f"Using {shown} kernel: ") for text in caplog.messages)
     assert ids == served_ids(Settings(str(plain), cache_dir=kernel_cache))
     assert len({tuple(each) for each in ids}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized_head(tiny_models: Path, tmp_path: Path, kernel_cache: Path, name: str) -> None:
+    stored, plain = quantized(tiny_models / "llama_untied", tmp_path, name, head=True)
+    assert "lm_head.weight" not in load_file(stored / "model.safetensors") or name == "fp8"
+    settings = Settings(str(stored), cache_dir=kernel_cache)
+    assert served_ids(settings) == served_ids(replace(settings, model=str(plain)))
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from engine import backends
 from engine.config import EngineConfig, Resolved, resolve
@@ -23,6 +24,7 @@ from engine.metrics import EngineMetrics, MetricsServer
 from engine.plan import LoadError, Progress, Runner
 from engine.server import CurveKeys, ListenError, Server
 from engine.sources import resolve as resolve_model
+from engine.sources.reference import parse_reference
 from engine.sources.remote import Unreachable
 from engine.status import Status
 from protocol import logs
@@ -71,8 +73,11 @@ def _with_folder(config: EngineConfig, progress: Progress) -> EngineConfig:
     """
     if config.backend not in backends.OF_FOLDERS or config.model is None:
         return config
-    from engine.preflight.start import require_servable  # it imports what the device's side shares
+    # On use: it imports what the device's side shares.
+    from engine.preflight.start import require_one_device, require_servable
 
+    if not isinstance(parse_reference(config.model, config.revision), Path):
+        require_one_device(config)  # before gigabytes are fetched in vain
     folder = resolve_model(
         config.model, cache_dir=config.cache_dir, revision=config.revision, offline=config.offline, progress=progress
     )

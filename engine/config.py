@@ -60,6 +60,13 @@ class EngineConfig(Settings):
         description="Confirms how the weights are quantized, which is found by itself. fp8 rounds plain weights to FP8 "
         "as they are loaded.",
     )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Devices that the model is divided among. An engine has one so far; `sluicegate check` plans for "
+        "more.",
+    )
     max_model_len: int | None = Field(
         None, ge=1, description="Longest sequence, prompt and answer, in tokens; the model's own context if not given."
     )

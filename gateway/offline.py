@@ -57,7 +57,6 @@ _MAX_TOKENS = 16
 #: What to do about an option of vLLM's that there is no support for.
 _REMEDIES = {
     "tokenizer": "the model's own is used; put other files into its folder",
-    "tensor_parallel_size": "one device is used; leave it out",
     "trust_remote_code": "code that a model brings is never run; leave it out",
 }
 
@@ -120,11 +119,11 @@ class LLM:
         """Returns once the model is loaded. Raises ValueError for an option that cannot be had, EngineError
         when the engine does not start."""
         _refuse("tokenizer", tokenizer, (None, model))
-        _refuse("tensor_parallel_size", tensor_parallel_size, (1,))
         _refuse("trust_remote_code", trust_remote_code, (False,))
         flags = _flags(
             model=os.fspath(model),
             revision=revision,
+            tensor_parallel_size=tensor_parallel_size,
             dtype=dtype,
             quantization=quantization,
             max_model_len=max_model_len,

@@ -41,7 +41,6 @@ class CheckConfig(EngineConfig):
     )
     #: Judged in the report, with all other problems.
     block_size: int = Field(BLOCK_UNIT, ge=1, description="Tokens in a block of KV.")
-    tensor_parallel_size: int = Field(1, ge=1, le=1024, description="GPUs that the model is divided among.")
     gpu_memory_bytes: ByteSize | None = Field(
         None, description="Memory of each GPU, such as 24GiB, to plan for one that is not in this machine."
     )
@@ -63,8 +62,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     bar.close()
     device = find_device(config.device, config.gpu_memory_bytes)
-    wanted = Wanted.by(config, device, tensor_parallel_size=config.tensor_parallel_size)
-    report = check(path, wanted, name=config.model)
+    report = check(path, Wanted.by(config, device), name=config.model)
     if config.as_json:
         print(json.dumps(report.to_json(), indent=2))
     else:

@@ -15,6 +15,9 @@ from engine.preflight.wanted import Wanted
 _ABOUT = "memory"
 _PARALLEL = "tensor parallel"
 
+#: An engine's own limit: a start refuses what a plan only remarks. With one {} for the size.
+ONE_DEVICE = "--tensor-parallel-size {}: an engine runs a model on one device so far."
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 #: Values are padded to a multiple of this many dimensions in the pool (`kernels.kv_cache_shapes`).
@@ -28,6 +31,7 @@ def check_parallel(spec: ModelSpec, size: int, device: Device, report: Report) -
     """Whether the model can be divided among `size` devices. Vocabularies are padded, so any will do."""
     if size == 1:
         return
+    report.warn(_PARALLEL, f"{ONE_DEVICE.format(size)} What fits is planned for {size} all the same.")
     for count, what in ((spec.num_heads, "attention heads"), (spec.intermediate_size, "columns of the MLP")):
         if count % size:
             report.problem(

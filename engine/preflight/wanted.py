@@ -26,7 +26,7 @@ class Wanted:
     quantization: str | None = None
 
     @classmethod
-    def by(cls, config: EngineConfig, device: Device, *, tensor_parallel_size: int = 1) -> Wanted:
+    def by(cls, config: EngineConfig, device: Device) -> Wanted:
         """What an engine with these settings would ask."""
         return cls(
             device=device,
@@ -39,6 +39,6 @@ class Wanted:
             block_size=config.block_size,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             gpu_memory_utilization=config.gpu_memory_utilization,
-            tensor_parallel_size=tensor_parallel_size,
+            tensor_parallel_size=config.tensor_parallel_size,
             quantization=config.quantization,
         )

@@ -201,7 +201,6 @@ def test_unknown_arguments_of_methods(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 cannot be had: one device is used"),
         ({"tokenizer": "other"}, "tokenizer='other' cannot be had"),
         ({"trust_remote_code": True}, "is never run"),
     ],
@@ -229,6 +228,7 @@ def test_values_out_of_range_name_the_prompt_and_the_field(llm: LLM) -> None:
         ("fake", {"backend": "fake", "max_num_seqs": -1}, "--max-num-seqs: .* greater than or equal to 1"),
         ("fake", {"backend": "nonesuch"}, "--backend must be one of"),
         ("/nowhere", {}, "/nowhere is not a directory"),
+        ("no/model", {"tensor_parallel_size": 2}, "--tensor-parallel-size 2: an engine runs a model on one device"),
     ],
 )
 def test_an_engine_that_cannot_start_says_why(model: str, options: dict[str, Any], text: str, tmp_path: Path) -> None:

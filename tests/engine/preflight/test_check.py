@@ -95,6 +95,8 @@ def test_parallel_as_vllm_says_it(folder: Path) -> None:
         "Total number of attention heads (32) must be divisible by tensor parallel size (3). Choose 1, 2, 4, 8 or 16."
     )
     assert problems(folder, tensor_parallel_size=8) == []
+    (warning,) = check(folder, replace(WANTED, tensor_parallel_size=8)).warnings
+    assert warning.text.startswith("--tensor-parallel-size 8: an engine runs a model on one device so far. What fits")
     machine = replace(GPU, count=2, capability=(9, 0))
     assert problems(folder, tensor_parallel_size=4, device=machine) == [
         "--tensor-parallel-size 4 needs as many GPUs; this machine has 2. Choose at most 2."

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from engine.loading.formats import TensorEntry
 from engine.loading.quantization import NAMES, Quantization, check_described, read_quantization
 from engine.loading.store import ModelError, ModelFolder
 from engine.models.layout import Matrix
-from engine.preflight.report import Report
+from engine.preflight.report import Problem, Report
 from engine.quant import UNUSED
 
 _ABOUT = "quantization"
+
+#: Kinds with a scale for a group of columns: the ending of the tensor, and its dimension of groups.
+_GROUPED = {"gptq": ("scales", 0), "awq": ("scales", 0), "pack-quantized": ("weight_scale", 1)}
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLayout:
-    """The tensors of a quantized matrix. `group_size` is the number of columns that share a scale, 0 all of a
-    row; `block` is (rows, columns) of those that share one in two dimensions. A `kind` that is not known here
-    has no shapes, so that they are not compared.
+    """The tensors of a quantized matrix; `source` is where this stands. `group_size` is the number of columns that
+    share a scale, 0 all of a row; `block` is (rows, columns) of those that share one in two dimensions. A `kind`
+    that is not known here has no shapes, so that they are not compared.
     """
 
     kind: str
     bits: int
+    source: str
     group_size: int = 0
     block: tuple[int, int] | None = None
     act_order: bool = False
@@ -60,6 +65,26 @@ class StoredLayout:
                 }
         return None
 
+    def other_groups(self, matrices: Iterable[Matrix], entries: Mapping[str, TensorEntry]) -> Problem | None:
+        """What to say where scales are for groups of another size than the description's; the first matrix tells."""
+        ending, dimension = _GROUPED.get(self.kind, ("", 0))
+        for matrix in matrices:
+            entry = entries.get(f"{matrix.name}.{ending}")
+            shapes = self.tensors(matrix)
+            if entry is None or shapes is None or len(entry.shape) != 2:
+                continue
+            groups, expected = entry.shape[dimension], shapes[ending][dimension]
+            if groups == expected or not groups:
+                return None
+            size = math.ceil(matrix.columns / groups)
+            return Problem(
+                _ABOUT,
+                f"{self.source} says group_size {self.group_size or -1}, with which {matrix.columns} columns have "
+                f"{expected} scales; {entry.file.name}: {matrix.name}.{ending} has {groups}, one for {size} columns.",
+                f"Set group_size to {size}, or take description and weights from one source.",
+            )
+        return None
+
     def _blocks(self, matrix: Matrix) -> tuple[int, int]:
         assert self.block is not None
         return math.ceil(matrix.rows / self.block[0]), math.ceil(matrix.columns / self.block[1])
@@ -92,10 +117,10 @@ def _layout(found: Quantization) -> StoredLayout:
     if found.method == "compressed-tensors":
         return _compressed(found)
     if found.method == "fp8":
-        return StoredLayout("fp8", 8, block=found.sizes("weight_block_size"))
+        return StoredLayout("fp8", 8, found.source, block=found.sizes("weight_block_size"))
     bits = found.integer("bits", found.integer("w_bit", 4))
     group_size = found.integer("group_size", found.integer("q_group_size", 128))
-    return StoredLayout(found.method, bits, max(0, group_size), act_order=found.flag("desc_act", False))
+    return StoredLayout(found.method, bits, found.source, max(0, group_size), act_order=found.flag("desc_act", False))
 
 
 def _compressed(found: Quantization) -> StoredLayout:
@@ -109,6 +134,7 @@ def _compressed(found: Quantization) -> StoredLayout:
     return StoredLayout(
         kind if known else "",
         weights.integer("num_bits"),
+        weights.source,
         weights.integer("group_size", 0) if strategy == "group" else 0,
         weights.sizes("block_structure") if strategy == "block" else None,
         act_order=weights.values.get("actorder") is not None,

@@ -26,6 +26,10 @@ def check_tensors(
     report: Report,
 ) -> None:
     """Every tensor that the model needs is there in its shape, and there is no other."""
+    other = None if stored is None else stored.other_groups(layout.matrices, entries)
+    if other is not None:  # every shape would be wrong for this one reason
+        report.problems.append(other)
+        return
     expected = dict(layout.plain)
     for matrix in layout.matrices:
         expected |= _of_matrix(matrix, entries, stored)

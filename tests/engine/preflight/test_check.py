@@ -312,7 +312,30 @@ def test_quantized(tmp_path: Path, method: str, head: bool) -> None:
             for name, (dtype, shape) in tensors.items()
         },
     )
-    assert "has the shape" in problems(folder)[0]
+    assert ("says group_size 128" if method == "compressed-tensors" else "has the shape") in problems(folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "where", "tensor"),
+    [
+        ("gptq", "config.json: quantization_config", "scales"),
+        ("awq", "config.json: quantization_config", "scales"),
+        (
+            "compressed-tensors",
+            "config.json: quantization_config.config_groups.group_0.weights",
+            "weight_scale",
+        ),
+    ],
+)
+def test_groups_of_another_size(tmp_path: Path, method: str, where: str, tensor: str) -> None:
+    described, tensors = quantized(method)
+    text = json.dumps(described).replace('"group_size": 128', '"group_size": 64')
+    folder = write_model(tmp_path / "m", CONFIG | {"quantization_config": json.loads(text)}, tensors)
+    assert problems(folder) == [
+        f"{where} says group_size 64, with which 4096 columns have 64 scales; model.safetensors: "
+        f"model.layers.0.self_attn.q_proj.{tensor} has 32, one for 128 columns. "
+        "Set group_size to 128, or take description and weights from one source."
+    ]
 
 
 def test_quantized_without_a_word_of_it(tmp_path: Path) -> None:

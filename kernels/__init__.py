@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from kernels.backend import set_num_threads as set_num_threads
     from kernels.backend import start as start
     from kernels.check import self_check as self_check
+    from kernels.experts import PackedExperts as PackedExperts
+    from kernels.experts import empty_experts as empty_experts
+    from kernels.experts import mix_experts as mix_experts
     from kernels.gate import Activation as Activation
     from kernels.gpu.embedding import embed_ahead as embed_ahead
     from kernels.gpu.logprobs import logprobs_ahead as logprobs_ahead
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     from kernels.program import Program as Program
     from kernels.program import record as record
     from kernels.rope import rope_ as rope_
+    from kernels.routing import route as route
     from kernels.sampling import TokenLogprobs as TokenLogprobs
     from kernels.sampling import gumbel_noise as gumbel_noise
     from kernels.sampling import logprobs as logprobs
@@ -66,12 +70,14 @@ _HOMES = {
     "Implementation": "backend",
     "NUMERICS": "backend",
     "NotRecordable": "program",
+    "PackedExperts": "experts",
     "PackedLinear": "matmul",
     "Program": "program",
     "TileSchedule": "attention",
     "TokenLogprobs": "sampling",
     "add_linear": "matmul",
     "embed_ahead": "gpu.embedding",
+    "empty_experts": "experts",
     "empty_kv_cache": "kv_cache",
     "gated_linear": "matmul",
     "gelu_and_mul": "activation",
@@ -82,6 +88,7 @@ _HOMES = {
     "linear": "matmul",
     "logprobs": "sampling",
     "logprobs_ahead": "gpu.logprobs",
+    "mix_experts": "experts",
     "num_threads": "backend",
     "numerics_name": "backend",
     "pack_linear": "matmul",
@@ -91,6 +98,7 @@ _HOMES = {
     "rms_norm": "norm",
     "rope_": "rope",
     "rotate_and_attend": "attention",
+    "route": "routing",
     "sample": "sampling",
     "sample_ahead": "gpu.sampling",
     "self_check": "check",

@@ -62,10 +62,16 @@ def pack_linear(weight: Tensor) -> PackedLinear:
         return PackedLinear(weight.to(torch.float32).contiguous(), (num_out, num_in), weight.dtype)
     num_panels = -(-num_out // PANEL)
     panels = pages.zeros((num_panels, num_in, PANEL), weight.dtype)
+    fill_panels(panels, weight)
+    return PackedLinear(panels, (num_out, num_in), weight.dtype)
+
+
+def fill_panels(panels: Tensor, weight: Tensor) -> None:
+    """Copy `weight` [N, K] into `panels` [ceil(N / 16), K, 16], which are zeros: the native layout."""
+    num_out, num_in = weight.shape
     whole = num_out // PANEL
     panels[:whole] = weight[: whole * PANEL].view(whole, PANEL, num_in).transpose(1, 2)
     panels[whole:, :, : num_out % PANEL] = weight[whole * PANEL :].t()
-    return PackedLinear(panels, (num_out, num_in), weight.dtype)
 
 
 def linear(

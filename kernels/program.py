@@ -34,6 +34,8 @@ OPERATIONS = {
     "gelu_and_mul": 2,
     "write_kv": 6,
     "attention": 3,
+    "route": 1,
+    "experts": 3,
 }
 _MAX_ARGUMENTS = 22
 

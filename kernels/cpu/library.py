@@ -29,6 +29,8 @@ ARGUMENTS: dict[str, list[type]] = {
         *(_PTR, _PTR, _I32, _I64, _I64, _I64, _I64),
         *(_PTR, _I64, _I64, _PTR, _PTR, _F32, _I64, _F32, _PTR),
     ],
+    "route": [_PTR, _I64, _I64, _I64, _I32, _PTR, _PTR],
+    "experts": [_PTR, _I32, _I64, _I64, _I64, _PTR, _PTR, _I64, _PTR, _PTR, _I32, _I64, _I64, _PTR],
     "sample": [_PTR, _I64, _I64, _PTR, _PTR, _PTR, _PTR, _PTR, _PTR, _PTR],
     "logprobs": [_PTR, _I64, _I64, _PTR, _I64, _PTR, _PTR, _PTR, _PTR],
     "gumbel_noise": [_PTR, _PTR, _I64, _I64, _PTR],
@@ -41,6 +43,7 @@ _RESULTS: dict[str, type] = {
     "rope": ctypes.c_bool,
     "write_kv": ctypes.c_bool,
     "attention": ctypes.c_bool,
+    "experts": ctypes.c_bool,
     "run_program": _I64,
     "num_threads": _I32,
 }
@@ -57,6 +60,8 @@ class Library:
     gelu_and_mul: Callable[..., None]
     write_kv: Callable[..., bool]
     attention: Callable[..., bool]
+    route: Callable[..., None]
+    experts: Callable[..., bool]
     sample: Callable[..., None]
     logprobs: Callable[..., None]
     gumbel_noise: Callable[..., None]

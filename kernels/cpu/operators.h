@@ -37,6 +37,13 @@ bool sluicegate_attention(const void* q, int64_t q_stride, Dtype dtype, int64_t 
                           const int32_t* block_tables, int64_t num_seqs, int64_t max_blocks,
                           const int32_t* seq_index, const int32_t* positions, float scale, int64_t window,
                           float soft_cap, void* out);
+
+void sluicegate_route(const float* logits, int64_t num_rows, int64_t num_experts, int64_t top_k, int32_t renormalize,
+                      int32_t* chosen, float* weights);
+
+bool sluicegate_experts(const void* x, Dtype dtype, int64_t x_stride, int64_t num_rows, int64_t hidden,
+                        const int32_t* chosen, const float* weights, int64_t top_k, const void* gate_up,
+                        const void* down, Dtype weight_dtype, int64_t num_experts, int64_t inner, void* y);
 }
 
 }  // namespace sluicegate

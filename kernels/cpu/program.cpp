@@ -44,7 +44,8 @@ bool invoke(R (*function)(A...), const std::array<int64_t, MAX_ARGUMENTS>& words
 // In the order of OPERATIONS in kernels/program.py.
 constexpr auto OPERATIONS = std::make_tuple(sluicegate_linear, sluicegate_rms_norm, sluicegate_head_norm,
                                             sluicegate_rope, sluicegate_silu_and_mul, sluicegate_gelu_and_mul,
-                                            sluicegate_write_kv, sluicegate_attention);
+                                            sluicegate_write_kv, sluicegate_attention, sluicegate_route,
+                                            sluicegate_experts);
 
 bool run(const Call& call, int64_t num_rows) {
     auto words = call.arguments;

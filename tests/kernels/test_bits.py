@@ -69,6 +69,16 @@ def _other_row_operators(dtype: torch.dtype) -> list[Tensor]:
     ]
 
 
+def _experts(dtype: torch.dtype) -> list[Tensor]:
+    x, logits = _draw(23, 100, seed=20, dtype=dtype), _draw(23, 20, seed=21).float()
+    experts = kernels.empty_experts(20, 100, 36, dtype=dtype, device=torch.device("cpu"))
+    for expert in range(20):
+        gate, up, down = (_draw(36, 100, seed=22 + 3 * expert + n, scale=0.1, dtype=dtype) for n in range(3))
+        experts.fill(expert, gate, up, down.t())
+    routes = [kernels.route(logits, 4, renormalize=renormalize) for renormalize in (False, True)]
+    return [*routes[0], *routes[1], *(kernels.mix_experts(x, *route, experts) for route in routes)]
+
+
 def _sampling(dtype: torch.dtype) -> list[Tensor]:
     logits, ids = _draw(24, 5003, seed=14, scale=8.0, dtype=dtype).float(), torch.arange(24)
     ones, third = torch.ones(24), ids % 3
@@ -84,6 +94,7 @@ _OPERATORS: dict[str, Callable[[torch.dtype], list[Tensor]]] = {
     "attention": _attention,
     "row operators": _row_operators,
     "other row operators": _other_row_operators,
+    "experts": _experts,
     "sampling": _sampling,
 }
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kernels
 
-ROWS, HIDDEN, HEADS, KV_HEADS, DIM = 24, 48, 4, 2, 16
+ROWS, HIDDEN, HEADS, KV_HEADS, DIM, EXPERTS = 24, 48, 4, 2, 16, 5
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,18 @@ class Layer:
     bias: Tensor
     table: Tensor
     norms: kernels.HeadNorms
+    router: kernels.PackedLinear
+    experts: kernels.PackedExperts
     keys: Tensor
     values: Tensor
 
     @classmethod
     def make(cls, dtype: torch.dtype) -> Layer:
         k_shape, v_shape = kernels.kv_cache_shapes(ROWS, 16, KV_HEADS, DIM)
+        experts = kernels.empty_experts(EXPERTS, HIDDEN, DIM, dtype=dtype, device=torch.device("cpu"))
+        for expert in range(EXPERTS):
+            gate, up, down = (torch.randn(DIM, HIDDEN).to(dtype) for _ in range(3))
+            experts.fill(expert, gate, up, down.t())
         return cls(
             weight=torch.randn(HIDDEN).to(dtype),
             qkv=kernels.pack_linear(torch.randn((HEADS + 2 * KV_HEADS) * DIM, HIDDEN).to(dtype)),
@@ -37,6 +43,8 @@ class Layer:
             bias=torch.randn(2 * HIDDEN),
             table=torch.randn(64, DIM),
             norms=kernels.HeadNorms(torch.randn(DIM).to(dtype), torch.randn(DIM).to(dtype), 1e-6),
+            router=kernels.pack_linear(torch.randn(EXPERTS, HIDDEN).to(dtype)),
+            experts=experts,
             keys=torch.zeros(k_shape, dtype=dtype),
             values=torch.zeros(v_shape, dtype=dtype),
         )
@@ -51,7 +59,10 @@ class Layer:
         )
         gates = kernels.linear(attended.view(x.shape[0], -1), self.output, self.bias)
         _, residual = kernels.rms_norm(kernels.silu_and_mul(gates), self.weight, 1e-5, residual)
-        return kernels.rms_norm(kernels.gelu_and_mul(gates), self.weight, 1e-5, residual)
+        normed, residual = kernels.rms_norm(kernels.gelu_and_mul(gates), self.weight, 1e-5, residual)
+        logits = kernels.linear(normed, self.router, out_dtype=torch.float32)
+        mixed = kernels.mix_experts(normed, *kernels.route(logits, 2, renormalize=True), self.experts)
+        return kernels.rms_norm(mixed, self.weight, 1e-5, residual)
 
 
 def batch_of(rows: int) -> tuple[kernels.AttentionBatch, Tensor]:
@@ -69,7 +80,7 @@ def test_bits_are_those_of_the_operators(native: None, dtype: torch.dtype, threa
     x = torch.randn(ROWS, HIDDEN).to(dtype)
     batch, slots = batch_of(ROWS)
     program, (output, residual) = kernels.record(lambda: layer(x, batch, slots), ROWS)
-    assert len(program) == 13
+    assert len(program) == 17
     for rows in (ROWS, 1, 7):
         layer.keys.zero_()
         layer.values.zero_()

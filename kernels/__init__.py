@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kernels.activation import gelu_and_mul as gelu_and_mul
     from kernels.activation import silu_and_mul as silu_and_mul
+    from kernels.activation import soft_cap_ as soft_cap_
     from kernels.attention import AttentionBatch as AttentionBatch
     from kernels.attention import HeadNorms as HeadNorms
     from kernels.attention import TileSchedule as TileSchedule
@@ -104,6 +105,7 @@ _HOMES = {
     "self_check": "check",
     "set_num_threads": "backend",
     "silu_and_mul": "activation",
+    "soft_cap_": "activation",
     "start": "backend",
     "start_gpu": "gpu.start",
     "write_kv": "kv_cache",

@@ -1,4 +1,4 @@
-"""Gated activations of feed-forward layers."""
+"""Functions of single numbers: gated activations of feed-forward layers, the soft cap."""
 
 from __future__ import annotations
 
@@ -39,6 +39,21 @@ def activate_and_mul(x: Tensor, activation: Activation) -> Tensor:
     return silu_and_mul(x) if activation is Activation.SILU else gelu_and_mul(x)
 
 
+def soft_cap_(x: Tensor, cap: float) -> None:
+    """x float32, contiguous, becomes cap * tanh(x / cap), which is near x for small x and within ±cap."""
+    assert x.dtype == torch.float32
+    assert x.is_contiguous()
+    if x.is_cuda:
+        from kernels.gpu.activation import soft_cap_ as on_gpu
+
+        return on_gpu(x, cap)
+    library = native()
+    if library is None:
+        x.copy_(soft_capped(x, cap))
+    else:
+        library.soft_cap(x.data_ptr(), x.numel(), cap)
+
+
 def _by_rows(operator: Callable[..., None], x: Tensor) -> Tensor:
     num_rows, width = x.shape[0], x.shape[1] // 2
     assert x.stride(1) == 1
@@ -60,6 +75,11 @@ def gelu_and_mul_reference(x: Tensor) -> Tensor:
     # x / 2 * (1 + tanh(u)) is x times the logistic function of 2u.
     twice_u = math.sqrt(8 / math.pi) * (wide + 0.044715 * wide * wide * wide)
     return _logistic_times(wide, twice_u).to(x.dtype) * up
+
+
+def soft_capped(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), by exp, whose vector form has the same bits for every lane."""
+    return cap * (1.0 - 2.0 / (torch.exp(x * (2.0 / cap)) + 1.0))
 
 
 def _logistic_times(x: Tensor, exponent: Tensor) -> Tensor:

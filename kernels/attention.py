@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.activation import soft_capped
 from kernels.backend import native
 from kernels.cpu.library import DTYPES
 from kernels.kv_cache import kv_cache_shapes, write_kv
@@ -244,9 +245,7 @@ def _tile(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, soft_cap: float) -> tup
     k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)  # [M, TILE, H, head_dim]
     scores = tree_sum(q.unsqueeze(1) * k, dim=-1).transpose(1, 2)  # [M, H, TILE]
     if soft_cap > 0:
-        # tanh by exp, whose vector form has the same bits for every lane.
-        grown = torch.exp(scores * (2.0 / soft_cap))
-        scores = soft_cap * (1.0 - 2.0 / (grown + 1.0))
+        scores = soft_capped(scores, soft_cap)
     scores = scores.masked_fill(~seen.unsqueeze(1), -torch.inf)
     top = scores.amax(dim=-1)
     base = torch.where(top == -torch.inf, 0.0, top)

@@ -61,11 +61,15 @@ class Embedding:
 
 
 class Head:
-    """Hidden states → logits, in float32 whatever the model's dtype."""
+    """Hidden states → logits, in float32 whatever the model's dtype. `soft_cap` bounds them, 0 does not."""
 
-    def __init__(self, weight: LinearWeight) -> None:
+    def __init__(self, weight: LinearWeight, soft_cap: float) -> None:
         self._weight = weight
+        self._soft_cap = soft_cap
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [B, hidden_size] → float32 [B, vocab_size]."""
-        return self._weight.wide_product(x)
+        logits = self._weight.wide_product(x)
+        if self._soft_cap > 0:
+            kernels.soft_cap_(logits, self._soft_cap)
+        return logits

@@ -124,11 +124,11 @@ class Decoder:
         if spec.tied_head:
             tied = kernels.pack_linear(embedding)
             self._embedding = Embedding(tied, dtype, spec.embedding_scale)
-            self._head = Head(UnquantizedWeight(tied))
+            self._head = Head(UnquantizedWeight(tied), spec.logit_soft_cap)
         else:
             head = LinearPart(names.head, spec.vocab_size, spec.hidden_size)
             self._embedding = Embedding(embedding, dtype, spec.embedding_scale)
-            self._head = Head(method.load_head(reader, head))
+            self._head = Head(method.load_head(reader, head), spec.logit_soft_cap)
         self._layers = [
             DecoderLayer(modules, layer, names.layer.format(number), tables[layer.rope])
             for number, layer in enumerate(spec.layers)

@@ -69,9 +69,8 @@ inline void weigh(float* scores, int64_t begin, int64_t end, float soft_cap, flo
     for (int64_t i = 0; i < TILE; i += LANES) {
         vf score = load(scores + i);
         if (soft_cap > 0) {
-            // tanh(x) = 1 - 2 / (e^2x + 1); masked keys stay masked.
-            const vf capped = soft_cap * (1.0f - 2.0f / (exp(score * (2.0f / soft_cap)) + 1.0f));
-            score = score == -std::numeric_limits<float>::infinity() ? score : capped;
+            // Masked keys stay masked.
+            score = score == -std::numeric_limits<float>::infinity() ? score : soft_capped(score, soft_cap);
             store(scores + i, score);
         }
         vf& lane = highest[i / LANES % PARTS];

@@ -55,4 +55,7 @@ inline vf log(vf x) {
 
 inline float log(float x) { return log(splat(x))[0]; }
 
+// cap * tanh(x / cap), by tanh(u) = 1 - 2 / (e^2u + 1).
+inline vf soft_capped(vf x, float cap) { return cap * (1.0f - 2.0f / (exp(x * (2.0f / cap)) + 1.0f)); }
+
 }  // namespace sluicegate

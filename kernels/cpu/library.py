@@ -31,6 +31,7 @@ ARGUMENTS: dict[str, list[type]] = {
     ],
     "route": [_PTR, _I64, _I64, _I64, _I32, _PTR, _PTR],
     "experts": [_PTR, _I32, _I64, _I64, _I64, _PTR, _PTR, _I64, _PTR, _PTR, _I32, _I64, _I64, _PTR],
+    "soft_cap": [_PTR, _I64, _F32],
     "sample": [_PTR, _I64, _I64, _PTR, _PTR, _PTR, _PTR, _PTR, _PTR, _PTR],
     "logprobs": [_PTR, _I64, _I64, _PTR, _I64, _PTR, _PTR, _PTR, _PTR],
     "gumbel_noise": [_PTR, _PTR, _I64, _I64, _PTR],
@@ -62,6 +63,7 @@ class Library:
     attention: Callable[..., bool]
     route: Callable[..., None]
     experts: Callable[..., bool]
+    soft_cap: Callable[..., None]
     sample: Callable[..., None]
     logprobs: Callable[..., None]
     gumbel_noise: Callable[..., None]

@@ -172,6 +172,18 @@ extern "C" void sluicegate_gelu_and_mul(const void* x, int64_t stride, int64_t n
     activate_and_mul(x, stride, num_rows, width, y, dtype, gelu_tanh);
 }
 
+// cap * tanh(x / cap) for `count` numbers that lie side by side, in place.
+extern "C" void sluicegate_soft_cap(float* x, int64_t count, float cap) {
+    // A unit is 16 vectors, so that no two threads write to one cache line.
+    constexpr int64_t UNIT = 16 * LANES;
+    parallel_ranges((count + UNIT - 1) / UNIT, TASK_ELEMENTS / UNIT, [&](int64_t begin, int64_t end) {
+        float* from = x + begin * UNIT;
+        for_vectors(std::min(count, end * UNIT) - begin * UNIT, [&](int64_t i, auto width) {
+            store_some(from + i, soft_capped(load_some(from + i, width), cap), width);
+        });
+    });
+}
+
 // k, v [M, num_heads, head_dim] with row strides into key and value pools at slots[M]. Answers false,
 // having written nothing, when a slot is outside the pool.
 extern "C" bool sluicegate_write_kv(const void* k, int64_t k_stride, const void* v, int64_t v_stride, Dtype dtype,

@@ -1,4 +1,4 @@
-"""Gated activations: element by element, so any launch shape gives the same bits."""
+"""Gated activations, the soft cap: element by element, so any launch shape gives the same bits."""
 
 from __future__ import annotations
 
@@ -42,3 +42,23 @@ def silu_and_mul(x: Tensor) -> Tensor:
         *(x, y, x.stride(0)), WIDTH=width, BLOCK=_BLOCK, PDL=limit.dependent, num_warps=4, **limit.options
     )
     return y
+
+
+@triton.jit(do_not_specialize=["count"])
+def soft_cap_kernel(x_ptr, count, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    wait(PDL)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    tl.store(x_ptr + at, cap * (1.0 - 2.0 / (tl.exp(x * (2.0 / cap)) + 1.0)), mask=inside)
+
+
+def soft_cap_(x: Tensor, cap: float) -> None:
+    """See `kernels.activation.soft_cap_`."""
+    if x.numel() == 0:
+        return
+    limit = limits(x.device)
+    soft_cap_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
+        *(x, x.numel(), cap), BLOCK=_BLOCK, PDL=limit.dependent, num_warps=4, **limit.options
+    )

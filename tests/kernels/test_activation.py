@@ -58,3 +58,27 @@ def test_a_row_has_the_same_bits_in_any_batch(
             kernels.set_num_threads(threads)
             for rows in (*range(1, 41), 64, 100, 257):
                 assert torch.equal(operator(x[-rows:]), whole[-rows:]), (dtype, threads, rows)
+
+
+@pytest.mark.parametrize("cap", [2.0, 30.0])
+def test_soft_cap_is_a_scaled_tanh(implementation: object, cap: float) -> None:
+    x = torch.randn(7, 1001) * 20
+    y = x.clone()
+    kernels.soft_cap_(y, cap)
+    torch.testing.assert_close(y.double(), cap * torch.tanh(x.double() / cap), rtol=0, atol=4e-7 * cap)
+    ends = torch.tensor([torch.inf, -torch.inf, 1e30, -1e30, 0.0, torch.nan])
+    kernels.soft_cap_(ends, cap)
+    assert ends[:5].tolist() == [cap, -cap, cap, -cap, 0.0]
+    assert torch.isnan(ends[5])
+
+
+def test_soft_cap_has_the_same_bits_in_any_batch(implementation: object) -> None:
+    x = torch.randn(40, 1237) * 20
+    whole = x.clone()
+    kernels.soft_cap_(whole, 30.0)
+    for threads in (1, 2):
+        kernels.set_num_threads(threads)
+        for rows in (1, 2, 3, 17, 40):
+            some = x[-rows:].clone()
+            kernels.soft_cap_(some, 30.0)
+            assert torch.equal(some, whole[-rows:]), (threads, rows)

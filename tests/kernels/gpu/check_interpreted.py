@@ -72,6 +72,13 @@ def test_silu_and_mul_of_a_view(dtype: torch.dtype) -> None:
     assert error(activation.silu_and_mul(x), silu_and_mul_reference(x)) < CLOSE[dtype]
 
 
+def test_soft_cap() -> None:
+    x = torch.randn(3, 1000) * 20
+    found = x.clone()
+    activation.soft_cap_(found, 30.0)
+    torch.testing.assert_close(found.double(), 30 * torch.tanh(x.double() / 30), rtol=0, atol=1e-5)
+
+
 def test_embeddings() -> None:
     weight = torch.randn(9, 12)
     ids, last = torch.tensor([3, -1, -2], dtype=torch.int32), torch.tensor([5, 8], dtype=torch.int32)

@@ -28,8 +28,15 @@ def test_row_operators(capability: int, dtype: torch.dtype, monkeypatch: pytest.
         norm.rms_norm(x, x[0], 1e-5, x)
         norm.head_norm_(x, x[0, :128], x[0, :128], 1e-6, num_heads=24, num_kv_heads=4)
         activation.silu_and_mul(x)
+        activation.soft_cap_(x.float(), 30.0)
         embedding.embed_ahead(torch.empty(2, dtype=torch.int32), torch.empty(4, dtype=torch.int32), x, dtype)
-    assert compiled.names == ["rms_norm_kernel", "head_norm_kernel", "silu_and_mul_kernel", "embed_kernel"]
+    assert compiled.names == [
+        "rms_norm_kernel",
+        "head_norm_kernel",
+        "silu_and_mul_kernel",
+        "soft_cap_kernel",
+        "embed_kernel",
+    ]
     assert all(("griddepcontrol" in text) == (capability >= 90) for text in compiled.assembly)
 
 

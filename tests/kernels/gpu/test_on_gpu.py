@@ -54,6 +54,17 @@ def test_silu_and_mul(cuda: torch.device, dtype: torch.dtype) -> None:
     assert error(kernels.silu_and_mul(x), kernels.silu_and_mul(x.cpu())) < CLOSE[dtype]
 
 
+def test_soft_cap(cuda: torch.device) -> None:
+    x = torch.randn(7, 5001, device=cuda) * 20
+    whole = x.clone()
+    kernels.soft_cap_(whole, 30.0)
+    torch.testing.assert_close(whole.double(), 30 * torch.tanh(x.double() / 30), rtol=0, atol=2e-5)
+    for rows in (1, 3):
+        some = x[-rows:].clone()
+        kernels.soft_cap_(some, 30.0)
+        assert torch.equal(some, whole[-rows:])
+
+
 def test_embeddings(cuda: torch.device) -> None:
     weight = torch.randn(100, 48, device=cuda)
     last = torch.tensor([5, 99, 7], dtype=torch.int32, device=cuda)

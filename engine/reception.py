@@ -77,6 +77,7 @@ class Reception:
         inbox: Inbox,
     ) -> None:
         self.phase = Phase.LOADING
+        self.num_rejected = 0  # frames of connections that have no account, or lost it by them
         self._engine_id = engine_id
         self._epoch = epoch
         self._send = send
@@ -104,7 +105,10 @@ class Reception:
     def receive(self, identity: bytes, frame: bytes) -> None:
         """One frame of one connection."""
         if (reject := self._lost.get(identity)) is not None:
-            self._send(identity, reject)
+            self.num_rejected += 1
+            # Nobody is left to be told: the rest is only read, which frees what libzmq keeps for it.
+            if reject and self._send(identity, reject) is Sent.GONE:
+                self._lost[identity] = b""
             return
         now = time.monotonic()
         account = self._accounts.get(identity)
@@ -146,6 +150,7 @@ class Reception:
             self._greet(identity, message, now)
 
     def _turn_away(self, identity: bytes, code: RejectCode, text: str) -> None:
+        self.num_rejected += 1
         self._send(identity, _reject(code, text))
 
     def _greet(self, identity: bytes, hello: Hello, now: float) -> None:
@@ -334,6 +339,7 @@ class Reception:
 
     def _drop(self, account: Account, code: RejectCode, text: str) -> None:
         """Forget a gateway and end its requests; what comes from the connection later is rejected."""
+        self.num_rejected += 1
         # A gateway that stops goes like this, without a word: worth a warning where work was lost.
         is_harmless = code is RejectCode.ACCOUNT_LOST and not account.num_live
         log.log(

@@ -25,6 +25,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from engine.config import Resolved
 from engine.events import Delivery
+from engine.heap import Heap
 from engine.inbox import Drain, Inbox
 from engine.mailbox import Sent
 from engine.reception import Reception
@@ -183,7 +184,7 @@ class Server:
         poller.register(self._bell, zmq.POLLIN)
         if self._wakeup is not None:
             poller.register(self._wakeup, zmq.POLLIN)
-        reception = self._reception
+        reception, heap = self._reception, Heap()
         next_tick = time.monotonic()
         while True:
             until_tick = max(0, math.ceil((next_tick - time.monotonic()) * 1000))
@@ -198,6 +199,7 @@ class Server:
                 reception.retry()
             if time.monotonic() >= next_tick:
                 reception.tick(self._status())
+                heap.tick(reception.num_rejected)
                 next_tick = time.monotonic() + BEAT_MS / 1000
                 self._check_drain()
 

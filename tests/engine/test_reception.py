@@ -50,12 +50,14 @@ class Desk:
         monkeypatch.setattr("engine.reception.time.monotonic", lambda: self.now)
         self.inbox = Inbox()
         self.sent: dict[bytes, list[FromEngine]] = defaultdict(list)
+        self.num_refused = 0  # frames for peers that are gone
         self.full: set[bytes] = set()
         self.gone: set[bytes] = set()
         self.reception = Reception("engine-1", 77, self._send, self.inbox)
 
     def _send(self, identity: bytes, frame: bytes) -> Sent:
         if identity in self.gone:
+            self.num_refused += 1
             return Sent.GONE
         if identity in self.full:
             return Sent.FULL
@@ -299,6 +301,15 @@ def test_messages_for_a_gateway_that_is_gone_are_dropped(serving):
     assert serving.inbox.take()[-1] == OwnerLost(1)
     serving.reception.deliver([(1, step), (1, Finished(1, FinishReason.ABORT, 6, 0, 1))])
     assert serving.reception.num_accounts == 0
+
+
+def test_late_frames_of_a_connection_that_is_gone_are_only_read(serving):
+    serving.gone.add(b"a")
+    serving.says(b"a", HELLO)  # a second one: the account is dropped, and nobody hears why
+    rejected, refused = serving.reception.num_rejected, serving.num_refused
+    serving.says(b"a", *[GatewayBeat(i) for i in range(10)])
+    assert serving.reception.num_rejected == rejected + 10
+    assert serving.num_refused == refused + 1
 
 
 @pytest.mark.parametrize(("messages", "level"), [([], logging.INFO), ([submit(1)], logging.WARNING)])

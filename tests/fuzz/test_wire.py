@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,10 +24,23 @@ HELLO = encode(Hello((1, 0), Role.GATEWAY, "fuzz", "test"))
 FRAMES_A_CONNECTION = 20
 
 
+#: A process that has read all that was said to it is back at what it was, but for this much.
+MAX_GROWN_MIB = 16
+SETTLE_S = 30.0
+
+
 def resident_mib(process: Process) -> float:
     lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith("VmRSS")]
     return int(line.split()[1]) / 1024
+
+
+def settled_growth_mib(process: Process, before_mib: float) -> float:
+    """How much its memory has grown once it is within the bound, or at the end of the patience with it."""
+    deadline = time.monotonic() + SETTLE_S
+    while (grown := resident_mib(process) - before_mib) >= MAX_GROWN_MIB and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return grown
 
 
 @pytest.mark.parametrize("count", [2_000, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
@@ -53,8 +67,9 @@ def test_an_engine_survives_what_is_said_to_it(start_engine: Callable[..., Engin
         assert u32(honest.tokens(2)) == alone(after)
         honest.finish(1)
         assert u32(honest.tokens(1)) == alone(message)
-        # A connection that is gone costs libzmq 50 KiB until its last frame was read: the engine has to keep up.
-        assert resident_mib(engine) - before < 32
+        # A connection that is gone costs libzmq some 100 KiB until its last frame was read, and an engine that gets
+        # less of a busy machine than its peers falls behind: by 50 MiB at the end of 1,000. Then it has to catch up.
+        assert settled_growth_mib(engine, before) < MAX_GROWN_MIB
     assert engine.popen.poll() is None
     assert "Traceback" not in engine.output()
 
@@ -82,6 +97,6 @@ async def test_a_gateway_survives_what_is_said_to_it(
             assert_identical(expected, answer)
         assert len(liar.peers) > count // 10, "the lies were hardly heard"
     assert (await asyncio.to_thread(gateway.get, "/health"))[0] == 200
-    assert resident_mib(gateway) - before < 32
+    assert await asyncio.to_thread(settled_growth_mib, gateway, before) < MAX_GROWN_MIB
     assert gateway.popen.poll() is None
     assert "Traceback" not in gateway.output()

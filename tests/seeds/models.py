@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.engine.preflight.folders import tensors_of
@@ -91,8 +91,6 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[st
 def split(folder: Path, count: int) -> None:
     """The weights of a folder in `count` files and an index, as the hub has large models."""
     whole = folder / "model.safetensors"
-    from safetensors.torch import load_file
-
     tensors = load_file(whole)
     weight_map = {}
     for number in range(count):

@@ -9,23 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from engine import backends
 from engine.config import EngineConfig
 from engine.loading.store import ModelError
 from engine.plan import LoadError
 from engine.preflight.start import require_one_device, require_servable
-from protocol.sampling import SamplingParams
 from sluicegate_serve import ServeConfig, programs
-from tests.engine.sequences import Sequence
-from tests.engine.torch_runners import driver
 from tests.seeds import texts
 from tests.seeds.commands import CALLS, COMMANDS, options, without_parallel
+from tests.seeds.serving import HERE, SHORT, served
 
 #: The first one may build the kernels.
 pytestmark = pytest.mark.timeout(300)
-
-#: A machine of the tests: small, and a device that is always there.
-HERE = ["--device=cpu", "--threads=1", "--kv-cache-memory-bytes=64MiB"]
 
 SERVED = [command for command in COMMANDS if "Qwen-7B-Chat" not in command]
 DIVIDED = [command for command in COMMANDS if "--tensor-parallel-size 1" not in command and command in SERVED]
@@ -62,18 +56,10 @@ def test_serve_passes_every_flag_on_to_the_engine(command: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("command", SERVED)
 def test_it_is_served_on_one_device(command: str, at_home: Path, kernel_cache: Path) -> None:
-    words = located(without_parallel(options(command)), at_home)
-    words += [*HERE, f"--cache-dir={kernel_cache}"] + ([] if "--max-model-len" in command else ["--max-model-len=512"])
-    config = EngineConfig.load(words, {}, prog="sluicegate engine")
-    assert config.model is not None
-    require_servable(Path(config.model), config)
-    runner = backends.create(config)
-    info = runner.load(lambda *_: None)
-    assert info.context_length == (8192 if "--max-model-len" in command else 512)
-    greedy = SamplingParams(max_tokens=4, min_tokens=4, temperature=0.0)
-    (ids,) = driver(runner, info).run([Sequence([5, 6, 7], greedy, ends=(2,))])  # type: ignore[arg-type]
+    words = [*located(without_parallel(options(command)), at_home), f"--cache-dir={kernel_cache}"]
+    ids, info = served([*words, *(HERE if "--max-model-len" in command else SHORT)], num_tokens=4)
     assert len(ids) == 4
-    runner.close()
+    assert info.context_length == (8192 if "--max-model-len" in command else 512)
 
 
 @pytest.mark.parametrize("command", DIVIDED)
@@ -95,7 +81,7 @@ def test_it_is_refused_on_several_devices_with_what_to_do(command: str, at_home:
 def test_a_quantization_that_the_model_has_not(at_home: Path) -> None:
     """`--model Qwen/Qwen-7B-Chat --quantization gptq`: the quantized model is another, Qwen-7B-Chat-GPTQ."""
     (command,) = set(COMMANDS) - set(SERVED)
-    config = EngineConfig.load([*options(command), *HERE, "--max-model-len=512"], {}, prog="sluicegate engine")
+    config = EngineConfig.load([*options(command), *SHORT], {}, prog="sluicegate engine")
     with pytest.raises(LoadError) as caught:
         require_servable(Path(str(config.model)), config)
     assert str(caught.value) == (

@@ -15,8 +15,10 @@ FAMILIES = {
     "Gemma3ForCausalLM": "engine.models.gemma3:FAMILY",
     "LlamaForCausalLM": "engine.models.llama:FAMILY",
     "MistralForCausalLM": "engine.models.mistral:FAMILY",
+    "MixtralForCausalLM": "engine.models.mixtral:FAMILY",
     "Qwen2ForCausalLM": "engine.models.qwen2:FAMILY",
     "Qwen3ForCausalLM": "engine.models.qwen3:FAMILY",
+    "Qwen3MoeForCausalLM": "engine.models.qwen3_moe:FAMILY",
 }
 
 

@@ -56,6 +56,15 @@ class ConfigFields:
             raise self._error(name, f"must be a list of {count} positive numbers, not {value!r}")
         return tuple(float(each) for each in value)
 
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of integers, empty when the field is absent."""
+        value = self._values.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(type(each) is int for each in value):
+            raise self._error(name, f"must be a list of integers, not {value!r}")
+        return tuple(value)
+
     def flag(self, name: str, default: bool) -> bool:
         value = self._value(name, default)
         if not isinstance(value, bool):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +10,13 @@ from torch import Tensor
 
 import kernels
 from engine.layers.attention import Attention, ForwardBatch, LayerCache
+from engine.layers.experts import Experts
 from engine.layers.linear import Embedding, Head, Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import rope_table
 from engine.loading.weights import Weights
-from engine.models.spec import LayerSpec, ModelSpec, WeightNames, named_rows
-from engine.quant import LinearMethod, LinearPart
+from engine.models.spec import ExpertsSpec, LayerSpec, ModelSpec, WeightNames, named_rows
+from engine.quant import ExpertParts, LinearMethod, LinearPart
 from engine.quant.unquantized import UnquantizedWeight
 
 
@@ -47,6 +48,33 @@ class _Modules:
     def branch_end(self, prefix: str, bias: bool, part: tuple[str, int, int], norm: str | None) -> BranchEnd:
         return BranchEnd(self.linear(prefix, bias, part), None if norm is None else self.norm(prefix + norm))
 
+    def mlp(self, layer: LayerSpec, prefix: str) -> Callable[[Tensor, Tensor], tuple[Tensor | None, Tensor]]:
+        """A layer's MLP, or the experts in its place: answers as `BranchEnd` does."""
+        if layer.experts is not None:
+            return self._experts(layer.experts, prefix)
+        spec, names = self.spec, self.names
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        gate_up = [(name, rows, hidden) for name, rows in named_rows(names.gate_up, (inner, inner))]
+        return GatedMLP(
+            self.linear(prefix, spec.mlp_bias, *gate_up),
+            spec.activation,
+            self.branch_end(prefix, spec.mlp_bias, (names.down, hidden, inner), names.down_norm),
+        )
+
+    def _experts(self, experts: ExpertsSpec, prefix: str) -> Experts:
+        hidden, inner, names = self.spec.hidden_size, experts.inner_size, self.names.experts
+        parts = [
+            ExpertParts(
+                LinearPart(prefix + names.gate.format(number), inner, hidden),
+                LinearPart(prefix + names.up.format(number), inner, hidden),
+                LinearPart(prefix + names.down.format(number), hidden, inner),
+            )
+            for number in range(experts.count)
+        ]
+        router = LinearPart(prefix + names.router, experts.count, hidden)
+        top_k, renormalize = experts.top_k, experts.renormalize
+        return Experts(self.reader, self.method, router, parts, top_k=top_k, renormalize=renormalize)
+
     def _norm_weight(self, name: str, size: int) -> Tensor:
         weight = self.reader.take(f"{name}.weight", (size,))
         return weight.float() + 1.0 if self.spec.norms_from_one else weight.to(self.dtype)
@@ -66,12 +94,24 @@ class BranchEnd:
         return self.norm(self.linear(x), None)[0], residual
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedMLP:
+    """down(activation(gate(x)) * up(x))."""
+
+    gate_up: Linear
+    activation: kernels.Activation
+    down: BranchEnd
+
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+        return self.down(self.gate_up.gated(x, self.activation), residual)
+
+
 class DecoderLayer:
-    """Attention and gated MLP, each after a norm, each added to the residual."""
+    """Attention and MLP (or experts), each after a norm, each added to the residual."""
 
     def __init__(self, modules: _Modules, layer: LayerSpec, prefix: str, rope: Tensor) -> None:
         spec, names = modules.spec, modules.names
-        hidden, inner = spec.hidden_size, spec.intermediate_size
+        hidden = spec.hidden_size
         self._attention_norm = modules.norm(prefix + names.attention_norm)
         qkv = [(name, rows, hidden) for name, rows in named_rows(names.qkv, spec.qkv_rows)]
         self._qkv = modules.linear(prefix, spec.qkv_bias, *qkv)
@@ -86,10 +126,7 @@ class DecoderLayer:
         output = (names.output, hidden, spec.qkv_rows[0])
         self._output = modules.branch_end(prefix, spec.output_bias, output, names.output_norm)
         self._mlp_norm = modules.norm(prefix + names.mlp_norm)
-        gate_up = [(name, rows, hidden) for name, rows in named_rows(names.gate_up, (inner, inner))]
-        self._gate_up = modules.linear(prefix, spec.mlp_bias, *gate_up)
-        self._activation = spec.activation
-        self._down = modules.branch_end(prefix, spec.mlp_bias, (names.down, hidden, inner), names.down_norm)
+        self._mlp = modules.mlp(layer, prefix)
 
     def __call__(
         self, x: Tensor | None, residual: Tensor | None, batch: ForwardBatch, cache: LayerCache
@@ -98,7 +135,7 @@ class DecoderLayer:
         normed, residual = self._attention_norm(x, residual)
         x, residual = self._output(self._attention(self._qkv(normed), batch, cache), residual)
         normed, residual = self._mlp_norm(x, residual)
-        return self._down(self._gate_up.gated(normed, self._activation), residual)
+        return self._mlp(normed, residual)
 
 
 class Decoder:
@@ -128,7 +165,7 @@ class Decoder:
         else:
             head = LinearPart(names.head, spec.vocab_size, spec.hidden_size)
             self._embedding = Embedding(embedding, dtype, spec.embedding_scale)
-            self._head = Head(method.load_head(reader, head), spec.logit_soft_cap)
+            self._head = Head(method.load_logits(reader, head), spec.logit_soft_cap)
         self._layers = [
             DecoderLayer(modules, layer, names.layer.format(number), tables[layer.rope])
             for number, layer in enumerate(spec.layers)

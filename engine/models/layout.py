@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.models.spec import ModelSpec, WeightNames, named_rows
+from engine.models.spec import ExpertNames, ExpertsSpec, LayerSpec, ModelSpec, WeightNames, named_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,32 @@ def layout_of(spec: ModelSpec, names: WeightNames) -> ModelLayout:
     plain[f"{names.final_norm}.weight"] = (spec.hidden_size,)
     for prefix in prefixes:
         plain |= {f"{prefix}{name}.weight": (size,) for name, size in _norms(spec, names)}
-    matrices = [matrix for prefix in prefixes for matrix in _matrices(spec, names, prefix)]
+    layers = zip(spec.layers, prefixes, strict=True)
+    matrices = [matrix for layer, prefix in layers for matrix in _matrices(spec, layer, names, prefix)]
     if not spec.tied_head:
         matrices.append(Matrix(names.head, *table, bias=False, by_rows=True))
     return ModelLayout(tuple(matrices), plain)
 
 
-def _matrices(spec: ModelSpec, names: WeightNames, prefix: str) -> Iterator[Matrix]:
+def _matrices(spec: ModelSpec, layer: LayerSpec, names: WeightNames, prefix: str) -> Iterator[Matrix]:
     hidden, inner = spec.hidden_size, spec.intermediate_size
     for name, rows in named_rows(names.qkv, spec.qkv_rows):
         yield Matrix(prefix + name, rows, hidden, spec.qkv_bias, by_rows=True)
     yield Matrix(prefix + names.output, hidden, spec.qkv_rows[0], spec.output_bias, by_rows=False)
+    if layer.experts is not None:
+        yield from _expert_matrices(layer.experts, hidden, names.experts, prefix)
+        return
     for name, rows in named_rows(names.gate_up, (inner, inner)):
         yield Matrix(prefix + name, rows, hidden, spec.mlp_bias, by_rows=True)
     yield Matrix(prefix + names.down, hidden, inner, spec.mlp_bias, by_rows=False)
+
+
+def _expert_matrices(experts: ExpertsSpec, hidden: int, names: ExpertNames, prefix: str) -> Iterator[Matrix]:
+    yield Matrix(prefix + names.router, experts.count, hidden, bias=False, by_rows=True)
+    for number in range(experts.count):
+        for name in (names.gate, names.up):
+            yield Matrix(prefix + name.format(number), experts.inner_size, hidden, bias=False, by_rows=True)
+        yield Matrix(prefix + names.down.format(number), hidden, experts.inner_size, bias=False, by_rows=False)
 
 
 def _norms(spec: ModelSpec, names: WeightNames) -> Iterator[tuple[str, int]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from engine.loading.store import ModelError
 from engine.models.config import ConfigFields
 from engine.models.rope import read_rope
-from engine.models.spec import LayerSpec, ModelSpec
+from engine.models.spec import ExpertsSpec, LayerSpec, ModelSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -45,6 +45,15 @@ def read_spec(
         dtype=config.dtype(),
         attention_scale=head_dim**-0.5,
     )
+
+
+def read_experts(config: ConfigFields, *, inner_size: int, renormalize: bool) -> ExpertsSpec:
+    """How many experts there are, and how many answer a token. Raises ModelError."""
+    name = "num_experts" if config.has("num_experts") else "num_local_experts"
+    count, top_k = config.integer(name), config.integer("num_experts_per_tok")
+    if top_k > count:
+        raise ModelError(f"config.json: num_experts_per_tok ({top_k}) must be at most {name} ({count}).")
+    return ExpertsSpec(count, top_k, inner_size, renormalize)
 
 
 def layer_types(config: ConfigFields, default: Sequence[str]) -> Sequence[str]:

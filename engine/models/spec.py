@@ -14,11 +14,27 @@ from kernels import Activation
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A mixture of `count` experts, gated MLPs of `inner_size`, of which `top_k` answer a token.
+
+    Their weights are the softmax of the router's logits over all experts, or with `renormalize` over those chosen.
+    """
+
+    count: int
+    top_k: int
+    inner_size: int
+    renormalize: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """In what layers differ. `window` is how many positions a token sees, itself included; 0 is all."""
+    """In what layers differ. `window` is how many positions a token sees, itself included; 0 is all. `experts` stand
+    in the place of the MLP.
+    """
 
     rope: Rope
     window: int = 0
+    experts: ExpertsSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +73,26 @@ class ModelSpec:
         return len(self.layers)
 
     @property
+    def inner_sizes(self) -> set[int]:
+        """Sizes of the MLPs and experts there are."""
+        sizes = (self.intermediate_size if layer.experts is None else layer.experts.inner_size for layer in self.layers)
+        return set(sizes)
+
+    @property
     def qkv_rows(self) -> tuple[int, int, int]:
         """Rows of the projections to queries, keys and values."""
         keys = self.num_kv_heads * self.head_dim
         return self.num_heads * self.head_dim, keys, keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """The router, and with one {} for the expert's number what a gated MLP is made of."""
+
+    router: str = "mlp.gate"
+    gate: str = "mlp.experts.{}.gate_proj"
+    up: str = "mlp.experts.{}.up_proj"
+    down: str = "mlp.experts.{}.down_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +115,7 @@ class WeightNames:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     down_norm: str | None = None
+    experts: ExpertNames = ExpertNames()
     final_norm: str = "model.norm"
     head: str = "lm_head"
 

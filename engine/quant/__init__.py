@@ -29,6 +29,15 @@ class LinearPart:
     columns: int
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertParts:
+    """The matrices of one expert, a gated MLP."""
+
+    gate: LinearPart
+    up: LinearPart
+    down: LinearPart
+
+
 class LinearWeight(Protocol):
     """A weight ready for use."""
 
@@ -49,6 +58,14 @@ class LinearWeight(Protocol):
         ...
 
 
+class ExpertsWeight(Protocol):
+    """The experts of a layer, ready for use."""
+
+    def mixed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """`kernels.mix_experts`: what the experts `chosen` [M, top_k] make of x, times `weights`, added up."""
+        ...
+
+
 class LinearMethod(Protocol):
     """A storage format. `name` says format and kernel; it is a part of the numerics hash."""
 
@@ -59,8 +76,12 @@ class LinearMethod(Protocol):
         """One weight whose output is that of the parts side by side. Raises ModelError."""
         ...
 
-    def load_head(self, reader: Weights, head: LinearPart) -> LinearWeight:
-        """As `load`, for the head that makes logits: a format may leave it as it is. Raises ModelError."""
+    def load_logits(self, reader: Weights, part: LinearPart) -> LinearWeight:
+        """As `load`, for what makes logits, of tokens or experts: a format may leave it as it is. Raises ModelError."""
+        ...
+
+    def load_experts(self, reader: Weights, experts: Sequence[ExpertParts]) -> ExpertsWeight:
+        """The experts of a layer, all of one size, one after another into their place. Raises ModelError."""
         ...
 
 

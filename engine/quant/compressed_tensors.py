@@ -15,12 +15,12 @@ from torch import Tensor
 
 from engine.loading.quantization import Quantization
 from engine.loading.weights import Weights
-from engine.quant import LinearPart
+from engine.quant import ExpertParts, LinearPart
 from engine.quant.dequantized import Dequantized, in_blocks, num_blocks, scaled
 from engine.quant.fp8 import SCALES
 from engine.quant.fp8 import STORED as STORED_FP8
 from engine.quant.packing import num_words, unpacked
-from engine.quant.unquantized import UnquantizedWeight, plain
+from engine.quant.unquantized import UnquantizedExperts, UnquantizedWeight, plain, plain_experts
 
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")
@@ -133,8 +133,11 @@ class Groups:
     def load(self, reader: Weights, parts: Sequence[LinearPart]) -> UnquantizedWeight:
         return plain([self.weight(reader, part) for part in parts])
 
-    def load_head(self, reader: Weights, head: LinearPart) -> UnquantizedWeight:
-        return self.load(reader, (head,))
+    def load_logits(self, reader: Weights, part: LinearPart) -> UnquantizedWeight:
+        return self.load(reader, (part,))
+
+    def load_experts(self, reader: Weights, experts: Sequence[ExpertParts]) -> UnquantizedExperts:
+        return plain_experts(self.weight, reader, experts)
 
     def weight(self, reader: Weights, part: LinearPart) -> Tensor:
         """One part in the dtype in force: [rows, columns]."""

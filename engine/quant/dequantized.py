@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.loading.weights import Weights
-from engine.quant import LinearPart
-from engine.quant.unquantized import UnquantizedWeight, plain
+from engine.quant import ExpertParts, LinearPart
+from engine.quant.unquantized import UnquantizedExperts, UnquantizedWeight, plain, plain_experts
 
 
 class Layout(Protocol):
@@ -52,8 +52,11 @@ class Dequantized:
     def load(self, reader: Weights, parts: Sequence[LinearPart]) -> UnquantizedWeight:
         return plain([self.weight(reader, part) for part in parts])
 
-    def load_head(self, reader: Weights, head: LinearPart) -> UnquantizedWeight:
-        return self.load(reader, (head,))
+    def load_logits(self, reader: Weights, part: LinearPart) -> UnquantizedWeight:
+        return self.load(reader, (part,))
+
+    def load_experts(self, reader: Weights, experts: Sequence[ExpertParts]) -> UnquantizedExperts:
+        return plain_experts(self.weight, reader, experts)
 
     def weight(self, reader: Weights, part: LinearPart) -> Tensor:
         """One part in the dtype in force: [rows, columns]."""

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from engine.loading.quantization import Quantization
 from engine.loading.weights import Weights
-from engine.quant import LinearMethod, LinearPart
+from engine.quant import ExpertParts, LinearMethod, LinearPart
 from engine.quant.dequantized import Dequantized, in_blocks, num_blocks, scaled
-from engine.quant.unquantized import Unquantized, UnquantizedWeight, plain
+from engine.quant.unquantized import Unquantized, UnquantizedExperts, UnquantizedWeight, plain, plain_experts
 
 FP8 = torch.float8_e4m3fn
 STORED = ("F8_E4M3",)
@@ -66,12 +66,19 @@ class Online:
         return "fp8 by row, made at load, dequantized"
 
     def load(self, reader: Weights, parts: Sequence[LinearPart]) -> UnquantizedWeight:
-        taken = (reader.take(f"{part.name}.weight", (part.rows, part.columns)) for part in parts)
-        return plain([_rounded(weight.float()).to(reader.dtype) for weight in taken])
+        return plain([self.weight(reader, part) for part in parts])
 
-    def load_head(self, reader: Weights, head: LinearPart) -> UnquantizedWeight:
-        """Left plain, as vLLM does: errors of logits weigh most, and a head is a small part of a model."""
-        return Unquantized().load_head(reader, head)
+    def load_logits(self, reader: Weights, part: LinearPart) -> UnquantizedWeight:
+        """Left plain, as vLLM does: errors of logits weigh most, and what makes them is a small part of a model."""
+        return Unquantized().load_logits(reader, part)
+
+    def load_experts(self, reader: Weights, experts: Sequence[ExpertParts]) -> UnquantizedExperts:
+        return plain_experts(self.weight, reader, experts)
+
+    def weight(self, reader: Weights, part: LinearPart) -> Tensor:
+        """One part in the dtype in force: [rows, columns]."""
+        plain_weight = reader.take(f"{part.name}.weight", (part.rows, part.columns))
+        return _rounded(plain_weight.float()).to(reader.dtype)
 
 
 def _rounded(weight: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kernels
 from engine.loading.weights import Weights
-from engine.quant import LinearPart
+from engine.quant import ExpertParts, LinearPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,40 @@ def plain(weights: Sequence[Tensor]) -> UnquantizedWeight:
     return UnquantizedWeight(kernels.pack_linear(weights[0] if len(weights) == 1 else torch.cat(tuple(weights))))
 
 
+@dataclass(frozen=True, slots=True)
+class UnquantizedExperts:
+    packed: kernels.PackedExperts
+
+    def mixed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return kernels.mix_experts(x, chosen, weights, self.packed)
+
+
+def plain_experts(
+    weight: Callable[[Weights, LinearPart], Tensor], reader: Weights, experts: Sequence[ExpertParts]
+) -> UnquantizedExperts:
+    """The experts of a layer, each put into its place before the next is read. `weight` answers a matrix [rows,
+    columns] in the dtype in force.
+    """
+    inner_size, hidden_size = experts[0].gate.rows, experts[0].gate.columns
+    packed = kernels.empty_experts(len(experts), hidden_size, inner_size, dtype=reader.dtype, device=reader.device)
+    for number, expert in enumerate(experts):
+        gate, up, down = (weight(reader, part) for part in (expert.gate, expert.up, expert.down))
+        packed.fill(number, gate, up, down)
+    return UnquantizedExperts(packed)
+
+
 class Unquantized:
     name = "unquantized"
 
     def load(self, reader: Weights, parts: Sequence[LinearPart]) -> UnquantizedWeight:
-        return plain([reader.take(f"{part.name}.weight", (part.rows, part.columns)) for part in parts])
+        return plain([self.weight(reader, part) for part in parts])
 
-    def load_head(self, reader: Weights, head: LinearPart) -> UnquantizedWeight:
-        return self.load(reader, (head,))
+    def load_logits(self, reader: Weights, part: LinearPart) -> UnquantizedWeight:
+        return self.load(reader, (part,))
+
+    def load_experts(self, reader: Weights, experts: Sequence[ExpertParts]) -> UnquantizedExperts:
+        return plain_experts(self.weight, reader, experts)
+
+    def weight(self, reader: Weights, part: LinearPart) -> Tensor:
+        """One part in the dtype in force: [rows, columns]."""
+        return reader.take(f"{part.name}.weight", (part.rows, part.columns))

@@ -46,6 +46,8 @@ _LONG = {
     "original_max_position_embeddings": 64,
 }
 
+QWEN3_MOE: dict[str, object] = {"num_experts": 10, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
+
 VARIANTS: dict[str, Variant] = {
     "qwen2_tied": Variant("Qwen2", {"tie_word_embeddings": True}),
     "qwen2_window": Variant("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
@@ -53,6 +55,15 @@ VARIANTS: dict[str, Variant] = {
     "qwen3_bias": Variant("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "mistral": Variant("Mistral", {"hidden_size": 48, "head_dim": 20, "sliding_window": None}),
     "mistral_window": Variant("Mistral", {"sliding_window": WINDOW}),
+    "mixtral": Variant("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 3, "rms_norm_eps": 1e-5}),
+    "mixtral_window": Variant("Mixtral", {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "qwen3_moe": Variant("Qwen3Moe", QWEN3_MOE | {"head_dim": 20, "norm_topk_prob": True}),
+    "qwen3_moe_sparse": Variant(
+        "Qwen3Moe",
+        QWEN3_MOE
+        | {"decoder_sparse_step": 2, "num_hidden_layers": 5, "mlp_only_layers": [3], "attention_bias": True}
+        | {"use_sliding_window": True, "sliding_window": WINDOW},
+    ),
     "gemma3": Variant(
         "Gemma3",
         {

@@ -29,6 +29,10 @@ CONFIG: dict[str, object] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 320,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [1],
 }
 GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24, "rope_local_base_freq": 10000.0}
 

@@ -23,6 +23,10 @@ CONFIG: dict[str, object] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 64,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [1],
 }
 
 

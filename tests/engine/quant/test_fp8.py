@@ -67,7 +67,7 @@ def test_the_head_stays_plain_when_weights_are_rounded(tmp_path: Path) -> None:
     weight = torch.randn(32, 64)
     reader, _ = open_folder(module_folder(tmp_path, {"quant_method": "fp8"}, {"head": weight}))
     method = method_of(Quantization("fp8", "--quantization fp8", {}))
-    head = method.load_head(reader, LinearPart("head", 32, 64))
+    head = method.load_logits(reader, LinearPart("head", 32, 64))
     assert isinstance(head, UnquantizedWeight)
     assert torch.equal(head.packed.rows(torch.arange(32)), weight)
 

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from kernels.gpu.sampling import sample_ahead as sample_ahead
     from kernels.gpu.start import gpu_numerics_name as gpu_numerics_name
     from kernels.gpu.start import start_gpu as start_gpu
+    from kernels.kv_cache import FP8 as FP8
+    from kernels.kv_cache import UNSCALED as UNSCALED
+    from kernels.kv_cache import KVScales as KVScales
     from kernels.kv_cache import empty_kv_cache as empty_kv_cache
     from kernels.kv_cache import kv_cache_shapes as kv_cache_shapes
     from kernels.kv_cache import write_kv as write_kv
@@ -67,8 +70,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "Activation": "gate",
     "AttentionBatch": "attention",
+    "FP8": "kv_cache",
     "HeadNorms": "attention",
     "Implementation": "backend",
+    "KVScales": "kv_cache",
     "NUMERICS": "backend",
     "NotRecordable": "program",
     "PackedExperts": "experts",
@@ -76,6 +81,7 @@ _HOMES = {
     "Program": "program",
     "TileSchedule": "attention",
     "TokenLogprobs": "sampling",
+    "UNSCALED": "kv_cache",
     "add_linear": "matmul",
     "embed_ahead": "gpu.embedding",
     "empty_experts": "experts",

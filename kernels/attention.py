@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kernels.activation import soft_capped
 from kernels.backend import native
-from kernels.cpu.library import DTYPES
-from kernels.kv_cache import kv_cache_shapes, write_kv
+from kernels.cpu.library import DTYPES, POOL_DTYPES
+from kernels.kv_cache import UNSCALED, KVScales, kv_cache_shapes, write_kv
 from kernels.norm import head_norm_
 from kernels.reduce import tree_sum
 from kernels.rope import rope_
@@ -81,17 +81,19 @@ def rotate_and_attend(
     window: int = 0,
     soft_cap: float = 0.0,
     norms: HeadNorms | None = None,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     """Self-attention from a fused projection qkv [M, (num_heads + 2 * num_kv_heads) * head_dim], which is
     overwritten: `head_norm_` (with `norms`) and `rope_` on queries and keys, `write_kv` at `slots` int64 [M],
     `paged_attention`. Answers [M, num_heads, head_dim].
 
-    A GPU finds the slots in `batch` itself (None). Keys and values of this step are read back from the pool as
-    well, so that a chunk's border changes no bit.
+    A GPU finds the slots in `batch` itself (None), and has no scales. Keys and values of this step are read back
+    from the pool as well, so that a chunk's border changes no bit.
     """
     if qkv.is_cuda:
         from kernels.gpu.attention import rotate_and_attend as on_gpu
 
+        assert scales == UNSCALED
         return on_gpu(
             *(qkv, cos_sin, k_cache, v_cache, batch),
             num_heads=num_heads,
@@ -110,8 +112,8 @@ def rotate_and_attend(
         head_norm_(q, norms.query, norms.eps)
         head_norm_(k, norms.key, norms.eps)
     rope_(q, k, batch.positions, cos_sin)
-    write_kv(k, v, k_cache, v_cache, slots)
-    return paged_attention(q, k_cache, v_cache, batch, scale=scale, window=window, soft_cap=soft_cap)
+    write_kv(k, v, k_cache, v_cache, slots, scales)
+    return paged_attention(q, k_cache, v_cache, batch, scale=scale, window=window, soft_cap=soft_cap, scales=scales)
 
 
 def paged_attention(
@@ -123,17 +125,18 @@ def paged_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     """Causal attention of q [M, num_heads, head_dim] to the pool (`kv_cache_shapes`): [M, num_heads, head_dim].
 
-    Keys and values of the queries themselves must have been written. `window` > 0 lets a query see
+    Keys and values of the queries themselves must have been written, with these `scales`. `window` > 0 lets a query see
     that many positions, itself included; `soft_cap` > 0 makes scores soft_cap * tanh(score / soft_cap).
     num_heads must be a multiple of the pool's num_kv_heads. q may be a view with a row stride.
     Raises IndexError when a query names a sequence, position or block that does not exist.
     """
     library = native()
     if library is None:
-        return paged_attention_reference(q, k_cache, v_cache, batch, scale, window, soft_cap)
+        return paged_attention_reference(q, k_cache, v_cache, batch, scale, window, soft_cap, scales)
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, num_kv_heads, _, block_size = k_cache.shape
     tables, seq_index, positions = batch.block_tables, batch.seq_index, batch.positions
@@ -151,10 +154,10 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=q.dtype)
     if not library.attention(
         *(q.data_ptr(), q.stride(0), DTYPES[q.dtype], num_tokens, num_heads, head_dim),
-        *(k_cache.data_ptr(), v_cache.data_ptr(), DTYPES[k_cache.dtype]),
+        *(k_cache.data_ptr(), v_cache.data_ptr(), POOL_DTYPES[k_cache.dtype]),
         *(num_blocks, num_kv_heads, block_size, v_cache.shape[3]),
         *(tables.data_ptr(), tables.shape[0], tables.shape[1], seq_index.data_ptr(), positions.data_ptr()),
-        *(scale, window, soft_cap, out.data_ptr()),
+        *(scale * scales.key, window, soft_cap, scales.value, out.data_ptr()),
     ):
         raise IndexError(
             f"a query names a sequence, position or block that does not exist "
@@ -171,12 +174,14 @@ def paged_attention_reference(
     scale: float,
     window: int,
     soft_cap: float,
+    scales: KVScales,
 ) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype)
     for start in range(0, q.shape[0], _REFERENCE_ROWS):
         rows = slice(start, start + _REFERENCE_ROWS)
         part = AttentionBatch(batch.block_tables, batch.seq_index[rows], batch.positions[rows])
-        out[rows] = _attend(q[rows].to(torch.float32) * scale, k_cache, v_cache, part, window, soft_cap)
+        attended = _attend(q[rows].to(torch.float32) * (scale * scales.key), k_cache, v_cache, part, window, soft_cap)
+        out[rows] = attended * scales.value
     return out
 
 

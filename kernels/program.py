@@ -37,7 +37,7 @@ OPERATIONS = {
     "route": 1,
     "experts": 3,
 }
-_MAX_ARGUMENTS = 22
+_MAX_ARGUMENTS = 23
 
 T = TypeVar("T")
 

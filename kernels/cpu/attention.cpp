@@ -93,10 +93,10 @@ extern "C" bool sluicegate_attention(const void* q, int64_t q_stride, Dtype dtyp
                                      Dtype cache_dtype, int64_t num_blocks, int64_t num_kv_heads, int64_t block_size,
                                      int64_t value_dim, const int32_t* block_tables, int64_t num_seqs,
                                      int64_t max_blocks, const int32_t* seq_index, const int32_t* positions,
-                                     float scale, int64_t window, float soft_cap, void* out) {
-    const Problem p{q,         q_stride,     dtype,      num_tokens, num_heads,    head_dim,  k_cache,  v_cache,
-                    cache_dtype, num_blocks, num_kv_heads, block_size, value_dim,  block_tables, seq_index, positions,
-                    num_seqs,  max_blocks,   scale,      window,     soft_cap,     out};
+                                     float scale, int64_t window, float soft_cap, float value_scale, void* out) {
+    const Problem p{q,           q_stride,   dtype,        num_tokens, num_heads, head_dim,     k_cache,   v_cache,
+                    cache_dtype, num_blocks, num_kv_heads, block_size, value_dim, block_tables, seq_index, positions,
+                    num_seqs,    max_blocks, scale,        window,     soft_cap,  value_scale,  out};
     std::vector<QueryTile> tiles;
     if (!cut(p, tiles)) return false;
     int64_t num_splits = 0, rows = 0;
@@ -107,7 +107,7 @@ extern "C" bool sluicegate_attention(const void* q, int64_t q_stride, Dtype dtyp
     const int64_t units = (int64_t)tiles.size() * num_kv_heads, floats = State::floats(rows, value_dim);
     const bool spread = num_threads() > 1 && num_splits > 1 && units < 4 * num_threads() &&
                         units * (num_splits + 1) * floats <= MAX_PARTIAL_FLOATS;
-    with_type(cache_dtype, [&](auto type) {
+    with_pool_type(cache_dtype, [&](auto type) {
         using C = decltype(type);
         if (spread) spread_splits<C>(p, tiles, num_splits, floats);
         else walk_splits<C>(p, tiles);

@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "float8.h"
 #include "floats.h"
 #include "functions.h"
 #include "tile.h"
@@ -27,6 +28,7 @@ struct Problem {
     float scale;
     int64_t window;
     float soft_cap;
+    float value_scale;  // of the pool's values; that of its keys is a part of `scale`
     void* out;
 
     int64_t group() const { return num_heads / num_kv_heads; }
@@ -152,7 +154,7 @@ public:
             for (int64_t row = 0; row < rows_; row++) {
                 T* out = static_cast<T*>(p_.out) + (token(row) * p_.num_heads + head(row)) * p_.head_dim;
                 for (int64_t d = 0; d < p_.head_dim; d += LANES)
-                    store_first(out + d, load(all.out + row * p_.value_dim + d) / all.total[row],
+                    store_first(out + d, load(all.out + row * p_.value_dim + d) / all.total[row] * p_.value_scale,
                                 std::min<int64_t>(LANES, p_.head_dim - d));
             }
         });

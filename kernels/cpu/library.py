@@ -15,6 +15,9 @@ _PTR, _I32, _I64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes
 #: Codes of storage types (`Dtype` in vec.h).
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
+#: As DTYPES, of the KV pool.
+POOL_DTYPES = {**DTYPES, torch.float8_e4m3fn: 3}
+
 #: Argument types of each C function.
 ARGUMENTS: dict[str, list[type]] = {
     "linear": [_PTR, _I32, _I64, _I64, _I64, _PTR, _I32, _PTR, _I64, _PTR, _I32],
@@ -23,11 +26,14 @@ ARGUMENTS: dict[str, list[type]] = {
     "rope": [_PTR, _I64, _I64, _I64, _PTR, _I64, _PTR, _I64, _I64, _I32],
     "silu_and_mul": [_PTR, _I64, _I64, _I64, _PTR, _I32],
     "gelu_and_mul": [_PTR, _I64, _I64, _I64, _PTR, _I32],
-    "write_kv": [_PTR, _I64, _PTR, _I64, _I32, _PTR, _I64, _PTR, _PTR, _I32, _I64, _I64, _I64, _I64, _I64],
+    "write_kv": [
+        *(_PTR, _I64, _PTR, _I64, _I32, _PTR, _I64),
+        *(_PTR, _PTR, _I32, _F32, _F32, _I64, _I64, _I64, _I64, _I64),
+    ],
     "attention": [
         *(_PTR, _I64, _I32, _I64, _I64, _I64),
         *(_PTR, _PTR, _I32, _I64, _I64, _I64, _I64),
-        *(_PTR, _I64, _I64, _PTR, _PTR, _F32, _I64, _F32, _PTR),
+        *(_PTR, _I64, _I64, _PTR, _PTR, _F32, _I64, _F32, _F32, _PTR),
     ],
     "route": [_PTR, _I64, _I64, _I64, _I32, _PTR, _PTR],
     "experts": [_PTR, _I32, _I64, _I64, _I64, _PTR, _PTR, _I64, _PTR, _PTR, _I32, _I64, _I64, _PTR],

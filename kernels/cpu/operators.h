@@ -28,15 +28,15 @@ void sluicegate_gelu_and_mul(const void* x, int64_t stride, int64_t num_rows, in
 
 bool sluicegate_write_kv(const void* k, int64_t k_stride, const void* v, int64_t v_stride, Dtype dtype,
                          const int64_t* slots, int64_t num_rows, void* k_cache, void* v_cache, Dtype cache_dtype,
-                         int64_t num_blocks, int64_t num_heads, int64_t head_dim, int64_t block_size,
-                         int64_t value_dim);
+                         float k_scale, float v_scale, int64_t num_blocks, int64_t num_heads, int64_t head_dim,
+                         int64_t block_size, int64_t value_dim);
 
 bool sluicegate_attention(const void* q, int64_t q_stride, Dtype dtype, int64_t num_tokens, int64_t num_heads,
                           int64_t head_dim, const void* k_cache, const void* v_cache, Dtype cache_dtype,
                           int64_t num_blocks, int64_t num_kv_heads, int64_t block_size, int64_t value_dim,
                           const int32_t* block_tables, int64_t num_seqs, int64_t max_blocks,
                           const int32_t* seq_index, const int32_t* positions, float scale, int64_t window,
-                          float soft_cap, void* out);
+                          float soft_cap, float value_scale, void* out);
 
 void sluicegate_route(const float* logits, int64_t num_rows, int64_t num_experts, int64_t top_k, int32_t renormalize,
                       int32_t* chosen, float* weights);

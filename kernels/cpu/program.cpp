@@ -12,7 +12,7 @@
 namespace sluicegate {
 namespace {
 
-constexpr size_t MAX_ARGUMENTS = 22;
+constexpr size_t MAX_ARGUMENTS = 23;
 
 // An argument is a word: an address, an integer, or the bits of a float32 in the lower half. That at
 // `rows_at` stands for the number of rows, which each run has its own of.

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "float8.h"
 #include "functions.h"
 #include "operators.h"
 #include "pool.h"
@@ -184,17 +185,17 @@ extern "C" void sluicegate_soft_cap(float* x, int64_t count, float cap) {
     });
 }
 
-// k, v [M, num_heads, head_dim] with row strides into key and value pools at slots[M]. Answers false,
-// having written nothing, when a slot is outside the pool.
+// k, v [M, num_heads, head_dim] with row strides, divided by their scales, into key and value pools at
+// slots[M]. Answers false, having written nothing, when a slot is outside the pool.
 extern "C" bool sluicegate_write_kv(const void* k, int64_t k_stride, const void* v, int64_t v_stride, Dtype dtype,
                                     const int64_t* slots, int64_t num_rows, void* k_cache, void* v_cache,
-                                    Dtype cache_dtype, int64_t num_blocks, int64_t num_heads, int64_t head_dim,
-                                    int64_t block_size, int64_t value_dim) {
+                                    Dtype cache_dtype, float k_scale, float v_scale, int64_t num_blocks,
+                                    int64_t num_heads, int64_t head_dim, int64_t block_size, int64_t value_dim) {
     const int64_t num_slots = num_blocks * block_size;
     if (!std::all_of(slots, slots + num_rows, [&](int64_t slot) { return 0 <= slot && slot < num_slots; }))
         return false;
     with_type(dtype, [&](auto type) {
-        with_type(cache_dtype, [&](auto cache_type) {
+        with_pool_type(cache_dtype, [&](auto cache_type) {
             using T = decltype(type);
             using C = decltype(cache_type);
             parallel_ranges(num_rows, rows_a_task(num_heads * head_dim), [&](int64_t begin, int64_t end) {
@@ -208,9 +209,9 @@ extern "C" bool sluicegate_write_kv(const void* k, int64_t k_stride, const void*
                         C* values = static_cast<C*>(v_cache) + (at * block_size + offset) * value_dim;
                         for_vectors(head_dim, [&](int64_t i, auto count) {
                             C column[LANES];
-                            store(column, load_some(key + i, count));
+                            store(column, load_some(key + i, count) / k_scale);
                             for (int64_t d = 0; d < count; d++) keys[(i + d) * block_size] = column[d];
-                            store_some(values + i, load_some(value + i, count), count);
+                            store_some(values + i, load_some(value + i, count) / v_scale, count);
                         });
                     }
                 }

@@ -25,7 +25,7 @@ struct f16 {
 };
 
 // Codes of the storage types, as kernels/backend.py passes them.
-enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT8 = 3 };
 
 #ifdef __AVX512F__
 
@@ -132,13 +132,14 @@ inline vf rounded(vf x) {
     return load(buffer);
 }
 
-// body(T{}) for the storage type that `dtype` codes.
+// body(T{}) for the storage type that `dtype` codes. FLOAT8 is of the pool alone (float8.h).
 template <class Body>
 inline void with_type(Dtype dtype, const Body& body) {
     switch (dtype) {
         case FLOAT32: return body(float{});
         case BFLOAT16: return body(bf16{});
         case FLOAT16: return body(f16{});
+        case FLOAT8: return;
     }
 }
 

@@ -22,6 +22,7 @@ class Options:
     cache_dtype: torch.dtype = torch.float32
     window: int = 0
     soft_cap: float = 0.0
+    scales: kernels.KVScales = kernels.UNSCALED
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +42,9 @@ class Pool:
         positions = torch.tensor([p for _, p in wanted], dtype=torch.int32)
         batch = AttentionBatch(self.tables, index, positions)
         o = self.options
-        return kernels.paged_attention(q, self.k, self.v, batch, scale=0.3, window=o.window, soft_cap=o.soft_cap)
+        return kernels.paged_attention(
+            q, self.k, self.v, batch, scale=0.3, window=o.window, soft_cap=o.soft_cap, scales=o.scales
+        )
 
     def whole(self, sequence: int) -> torch.Tensor:
         return self.attend([(sequence, p) for p in range(self.sequences[sequence].length)])
@@ -79,15 +82,18 @@ def _pool(lengths: list[int], options: Options, seed: int = 0, spare_blocks: int
         tables[i, :count] = blocks
         positions = torch.arange(sequence.length)
         slots = blocks[positions // options.block_size] * options.block_size + positions % options.block_size
-        kernels.write_kv(sequence.k, sequence.v, k, v, slots)
+        kernels.write_kv(sequence.k, sequence.v, k, v, slots, options.scales)
     return Pool(options, k, v, tables, sequences)
 
 
 def _exact(sequence: Sequence, options: Options) -> torch.Tensor:
     """The definition, in float64, over what the pool's dtype keeps of K and V."""
     group = options.num_heads // options.num_kv_heads
-    k = sequence.k.to(options.cache_dtype).double().repeat_interleave(group, dim=1)
-    v = sequence.v.to(options.cache_dtype).double().repeat_interleave(group, dim=1)
+    kept = []
+    for x, scale in ((sequence.k, options.scales.key), (sequence.v, options.scales.value)):
+        stored = (x.float() / scale).to(options.cache_dtype)  # none is beyond FP8's largest
+        kept.append(stored.double().repeat_interleave(group, dim=1) * scale)
+    k, v = kept
     scores = torch.einsum("qhd,khd->hqk", sequence.q.double() * 0.3, k)
     if options.soft_cap:
         scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
@@ -106,6 +112,8 @@ CASES = {
     "bfloat16": Options(dtype=torch.bfloat16, cache_dtype=torch.bfloat16),
     "float16": Options(dtype=torch.float16, cache_dtype=torch.float16),
     "bfloat16 pool": Options(cache_dtype=torch.bfloat16),
+    "fp8 pool": Options(dtype=torch.bfloat16, cache_dtype=kernels.FP8),
+    "fp8 pool with scales": Options(cache_dtype=kernels.FP8, scales=kernels.KVScales(0.013, 0.7), block_size=32),
     "window": Options(window=100),
     "window of 1": Options(window=1),
     "soft cap": Options(soft_cap=2.0),

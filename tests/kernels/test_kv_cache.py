@@ -34,6 +34,40 @@ def test_writes_every_slot_and_nothing_else(
         assert bool((by_slot[untouched] == 9).all())
 
 
+def _written(k: torch.Tensor, v: torch.Tensor, scales: kernels.KVScales) -> tuple[torch.Tensor, torch.Tensor]:
+    """What an FP8 pool holds of k and v [rows, 1, 16], as float32 [rows, 16]."""
+    rows = k.shape[0]
+    blocks = -(-rows // 16)
+    k_cache, v_cache = (torch.zeros(shape).to(kernels.FP8) for shape in kernels.kv_cache_shapes(blocks, 16, 1, 16))
+    kernels.write_kv(k, v, k_cache, v_cache, torch.arange(rows), scales)
+    keys = k_cache.float().permute(0, 3, 1, 2).reshape(-1, 16)[:rows]
+    return keys, v_cache.float().reshape(-1, 16)[:rows]
+
+
+def test_fp8_of_every_code_and_what_lies_between(implementation: object) -> None:
+    """Numbers of FP8 stay, halves between two go to the even one, as torch has it; what is too large saturates."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(kernels.FP8).float()
+    finite = numbers[torch.isfinite(numbers)].sort().values
+    between = (finite[1:] + finite[:-1]) / 2
+    near = torch.cat([torch.nextafter(between, torch.tensor(x)) for x in (torch.inf, -torch.inf)])
+    special = torch.tensor([0.0, -0.0, 449.0, 465.0, -1e30, torch.inf, -torch.inf, torch.nan, 1e-40])
+    x = torch.cat([finite, between, near, special])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 16)).view(-1, 1, 16)
+    expected = x.clamp(-448, 448).to(kernels.FP8).float().view(-1, 16)
+    keys, values = _written(x, x.flip(2), kernels.UNSCALED)
+    torch.testing.assert_close(keys, expected, equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(values, expected.flip(1), equal_nan=True, rtol=0, atol=0)
+
+
+def test_fp8_of_numbers_over_scales(implementation: object) -> None:
+    k, v = torch.randn(40, 1, 16) * 900, (torch.randn(40, 1, 16) * 0.01).bfloat16().float()
+    keys, values = _written(k, v, kernels.KVScales(3.7, 2e-4))
+    for found, x, scale in ((keys, k, 3.7), (values, v, 2e-4)):
+        over = x.view(-1, 16) / torch.tensor(scale)
+        assert torch.equal(found, over.clamp(-448, 448).to(kernels.FP8).float())
+        assert float(((found - over).abs() / over.abs())[over.abs() < 448].median()) < 2**-4
+
+
 @pytest.mark.parametrize("slot", [-1, 80])
 def test_refuses_slots_outside_the_pool(native: None, slot: int) -> None:
     k_shape, v_shape = kernels.kv_cache_shapes(5, 16, 1, 8)

@@ -88,10 +88,12 @@ def _spec(config: Mapping[str, object], family: Family | None, report: Report) -
         return None
     names = config.get("architectures")
     name = next(name for name in names if name in FAMILIES) if isinstance(names, list) else ""
+    experts = next((layer.experts for layer in spec.layers if layer.experts is not None), None)
+    mixture = "" if experts is None else f"{experts.count} experts of {experts.inner_size}, {experts.top_k} a token, "
     report.fact(
         "architecture",
         f"{name}: {spec.num_layers} layers, hidden size {spec.hidden_size}, {spec.num_heads} heads of {spec.head_dim}, "
-        f"{spec.num_kv_heads} for keys and values, context {spec.context_length}",
+        f"{spec.num_kv_heads} for keys and values, {mixture}context {spec.context_length}",
     )
     return spec
 

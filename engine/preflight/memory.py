@@ -32,7 +32,8 @@ def check_parallel(spec: ModelSpec, size: int, device: Device, report: Report) -
     if size == 1:
         return
     report.warn(_PARALLEL, f"{ONE_DEVICE.format(size)} What fits is planned for {size} all the same.")
-    for count, what in ((spec.num_heads, "attention heads"), (spec.intermediate_size, "columns of the MLP")):
+    inner = [(inner_size, "columns of the MLP") for inner_size in sorted(spec.inner_sizes)]
+    for count, what in ((spec.num_heads, "attention heads"), *inner):
         if count % size:
             report.problem(
                 _PARALLEL,
@@ -127,10 +128,12 @@ def _weight_bytes(layout: ModelLayout, size: int) -> int:
 def _step_bytes(spec: ModelSpec, wanted: Wanted, item: int, size: int) -> int:
     """The widest moment of a step: residual, normed and gated MLP of all its tokens, logits of its sequences."""
     tokens = wanted.max_num_batched_tokens
-    wide = max(2 * spec.intermediate_size, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim) // size
+    wide = max(2 * max(spec.inner_sizes), (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim) // size
+    # What the experts answer waits in float32 to be added up.
+    answers = 4 * spec.hidden_size * max(0 if layer.experts is None else layer.experts.top_k for layer in spec.layers)
     logits = 4 * wanted.max_num_seqs * spec.vocab_size
     graphs = 0 if wanted.device.kind == "cpu" else 4 * logits
-    return tokens * (3 * spec.hidden_size + wide) * item + 2 * logits + graphs
+    return tokens * ((3 * spec.hidden_size + wide) * item + answers) + 2 * logits + graphs
 
 
 def _pool_bytes(wanted: Wanted, weights: int, work: int, *, on_disk: int) -> tuple[int | None, int | None]:
@@ -166,7 +169,7 @@ def _report_too_small(
 
 def _divides(spec: ModelSpec, size: int) -> bool:
     kv = max(spec.num_kv_heads, size) % min(spec.num_kv_heads, size)
-    return spec.num_heads % size == 0 and spec.intermediate_size % size == 0 and kv == 0
+    return not any(count % size for count in (spec.num_heads, *spec.inner_sizes)) and kv == 0
 
 
 def _or(numbers: object) -> str:

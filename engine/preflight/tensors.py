@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 from engine.loading.formats import TensorEntry
 from engine.models.layout import Matrix, ModelLayout
 from engine.models.spec import Family, ModelSpec
-from engine.preflight.quantization import StoredLayout
+from engine.preflight.quantization import Shapes, StoredLayout
 from engine.preflight.report import Report
 
 _ABOUT = "tensors"
@@ -31,8 +32,11 @@ def check_tensors(
         report.problems.append(other)
         return
     expected = dict(layout.plain)
+    modules = defaultdict[str, Shapes](dict)
+    for name, entry in entries.items():
+        modules[name.rpartition(".")[0]][name] = entry.shape
     for matrix in layout.matrices:
-        expected |= _of_matrix(matrix, entries, stored)
+        expected |= _of_matrix(matrix, entries, modules[matrix.name], stored)
     problems = []
     for name, shape in expected.items():
         entry = entries.get(name)
@@ -57,14 +61,14 @@ def check_tensors(
 
 
 def _of_matrix(
-    matrix: Matrix, entries: Mapping[str, TensorEntry], stored: StoredLayout | None
-) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what one linear layer is stored as."""
-    bias: dict[str, tuple[int, ...]] = {f"{matrix.name}.bias": (matrix.rows,)} if matrix.bias else {}
+    matrix: Matrix, entries: Mapping[str, TensorEntry], found: Shapes, stored: StoredLayout | None
+) -> Shapes:
+    """Names and shapes of what one linear layer is stored as; `found` is what there is of it."""
+    bias: Shapes = {f"{matrix.name}.bias": (matrix.rows,)} if matrix.bias else {}
     plain = entries.get(f"{matrix.name}.weight")
     if stored is None or (plain is not None and plain.dtype in _PLAIN_TYPES):  # it was left as it is
         return {f"{matrix.name}.weight": (matrix.rows, matrix.columns), **bias}
     shapes = stored.tensors(matrix)
     if shapes is None:
-        return {name: entry.shape for name, entry in entries.items() if name.startswith(f"{matrix.name}.")}
+        return found
     return {**{f"{matrix.name}.{name}": shape for name, shape in shapes.items()}, **bias}

@@ -82,6 +82,29 @@ def test_memory_of_a_good_model(folder: Path) -> None:
     assert on_sixteen.kv_per_token == plan.kv_per_token // 8  # a head is not divided
 
 
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B with six layers, one of them with a plain MLP."""
+    config = CONFIG | {"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144}
+    config |= {"head_dim": 128, "num_hidden_layers": 6, "vocab_size": 1024, "mlp_only_layers": [0]}
+    config |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+    folder = write_model(tmp_path / "m", config)
+    report = check(folder, WANTED)
+    assert report.ok
+    assert "128 experts of 768, 8 a token, context" in facts(report)["architecture"]
+    assert facts(report)["tensors"].startswith("1979, each in the shape")
+    attention, norms = 2048 * 128 * (2 * 32 + 2 * 8), 2 * 2048 + 2 * 128
+    experts = 128 * 3 * 768 * 2048 + 128 * 2048
+    assert report.memory is not None
+    layers = 6 * (attention + norms) + 3 * 6144 * 2048 + 5 * experts
+    assert report.memory.weights == 2 * (2 * 1024 * 2048 + layers + 2048)
+    (remedy,) = problems(folder, tensor_parallel_size=512)[1:2]
+    assert "columns of the MLP (768) must be divisible by tensor parallel size (512)" in remedy
+    left = tensors_of(config)
+    del left["model.layers.3.mlp.experts.77.up_proj.weight"]
+    (problem,) = problems(write_model(tmp_path / "cut", config, left))
+    assert "holds model.layers.3.mlp.experts.77.up_proj.weight [768, 2048]" in problem
+
+
 def test_a_cpu_gets_what_the_engine_would_give_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: 64 * 2**30)
     plan = check(folder, replace(WANTED, device=Device("cpu", "CPU"), dtype="float16")).memory

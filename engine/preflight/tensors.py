@@ -33,8 +33,8 @@ def check_tensors(
         return
     expected = dict(layout.plain)
     modules = defaultdict[str, Shapes](dict)
-    for name, entry in entries.items():
-        modules[name.rpartition(".")[0]][name] = entry.shape
+    for name, tensor in entries.items():
+        modules[name.rpartition(".")[0]][name] = tensor.shape
     for matrix in layout.matrices:
         expected |= _of_matrix(matrix, entries, modules[matrix.name], stored)
     problems = []

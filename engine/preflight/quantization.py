@@ -12,11 +12,15 @@ from engine.loading.store import ModelError, ModelFolder
 from engine.models.layout import Matrix
 from engine.preflight.report import Problem, Report
 from engine.quant import UNUSED
+from engine.quant.variants import AWQ_BITS, awq_variant, gptq_variant
 
 _ABOUT = "quantization"
 
 #: Kinds with a scale for a group of columns: the ending of the tensor, and its dimension of groups.
 _GROUPED = {"gptq": ("scales", 0), "awq": ("scales", 0), "pack-quantized": ("weight_scale", 1)}
+
+#: The one there is; what it means for memory is in the plan as well.
+_KERNEL = "kernel: weights are unpacked at load and take the memory of plain ones"
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -93,7 +97,7 @@ class StoredLayout:
 def check_quantization(
     folder: ModelFolder, tensors: Iterable[str], asked: str | None, report: Report
 ) -> StoredLayout | None:
-    """How quantized matrices are stored; None where they are plain.
+    """How quantized matrices are stored; None where they are plain, one of no known kind where that is the problem.
 
     `tensors` are the names of what the files hold, `asked` is --quantization.
     """
@@ -103,13 +107,13 @@ def check_quantization(
         layout = None if found is None or not found.values else _layout(found)
     except ModelError as error:
         report.problem(_ABOUT, str(error))
-        return None
+        return StoredLayout("", 0, "")
     if found is None:
         report.fact(_ABOUT, "none")
     elif layout is None:
         report.fact(_ABOUT, f"{NAMES[found.method]}, made while the weights are loaded")
     else:
-        report.fact(_ABOUT, f"{NAMES[found.method]} ({found.source}): {layout}; kernel: weights are unpacked at load")
+        report.fact(_ABOUT, f"{NAMES[found.method]} ({found.source}): {layout}; {_KERNEL}")
     return layout
 
 
@@ -118,9 +122,10 @@ def _layout(found: Quantization) -> StoredLayout:
         return _compressed(found)
     if found.method == "fp8":
         return StoredLayout("fp8", 8, found.source, block=found.sizes("weight_block_size"))
-    bits = found.integer("bits", found.integer("w_bit", 4))
-    group_size = found.integer("group_size", found.integer("q_group_size", 128))
-    return StoredLayout(found.method, bits, found.source, max(0, group_size), act_order=found.flag("desc_act", False))
+    if found.method == "awq":
+        return StoredLayout("awq", AWQ_BITS, found.source, max(0, awq_variant(found).group_size))
+    variant = gptq_variant(found)
+    return StoredLayout("gptq", variant.bits, found.source, max(0, variant.group_size), act_order=variant.act_order)
 
 
 def _compressed(found: Quantization) -> StoredLayout:

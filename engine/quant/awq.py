@@ -12,8 +12,8 @@ from engine.loading.weights import Weights
 from engine.quant import LinearPart
 from engine.quant.dequantized import Dequantized
 from engine.quant.packing import unpacked
+from engine.quant.variants import AWQ_BITS, awq_variant
 
-_BITS = 4
 _PER_WORD = 8
 
 #: Column c of eight is in the nibble _NIBBLE[c] of their word, counted from the lowest.
@@ -54,20 +54,10 @@ class AWQLayout:
 def _columns(words: Tensor) -> Tensor:
     """Packed [R, C / 8] → int32 [C, R]: one row for every column of the matrix that was packed."""
     num_rows, num_words = words.shape
-    nibbles = unpacked(words.t(), _BITS).view(num_words, _PER_WORD, num_rows)
+    nibbles = unpacked(words.t(), AWQ_BITS).view(num_words, _PER_WORD, num_rows)
     return nibbles[:, _NIBBLE].view(num_words * _PER_WORD, num_rows)
 
 
 def method(quantization: Quantization) -> Dequantized:
-    """Raises ModelError for a variant that is not supported. Older AutoAWQ has its own names for two fields."""
-    bits = quantization.integer("bits", quantization.integer("w_bit", _BITS))
-    group_size = quantization.integer("group_size", quantization.integer("q_group_size", 128))
-    if bits != _BITS:
-        raise quantization.error("bits" if "bits" in quantization.values else "w_bit", "must be 4")
-    if group_size != -1 and group_size < 1:
-        raise quantization.error("group_size", "must be positive, or -1 for one group")
-    if quantization.text("version", "gemm") != "gemm":
-        raise quantization.error("version", "must be GEMM; quantize again with that version")
-    if not quantization.flag("zero_point", True):
-        raise quantization.error("zero_point", "must be true; quantize again with zero points")
-    return Dequantized(AWQLayout(group_size))
+    """Raises ModelError for a variant that is not supported."""
+    return Dequantized(AWQLayout(awq_variant(quantization).group_size))

@@ -13,8 +13,8 @@ from engine.loading.weights import Weights
 from engine.quant import LinearPart
 from engine.quant.dequantized import Dequantized
 from engine.quant.packing import num_words, unpacked
+from engine.quant.variants import gptq_variant
 
-_BITS = (2, 3, 4, 8)
 _WORDS = ("I32",)
 _SCALES = ("F16", "BF16", "F32")
 
@@ -70,12 +70,5 @@ class GPTQLayout:
 
 def method(quantization: Quantization) -> Dequantized:
     """Raises ModelError for a variant that is not supported."""
-    bits, group_size = quantization.integer("bits"), quantization.integer("group_size", -1)
-    if bits not in _BITS:
-        raise quantization.error("bits", "must be 2, 3, 4 or 8")
-    if group_size != -1 and group_size < 1:
-        raise quantization.error("group_size", "must be positive, or -1 for one group")
-    version = quantization.text("checkpoint_format", quantization.text("format", "gptq"))
-    if version not in ("gptq", "gptq_v2"):
-        raise quantization.error("checkpoint_format", "must be gptq or gptq_v2")
-    return Dequantized(GPTQLayout(bits, group_size, zeros_less_one=version == "gptq"))
+    variant = gptq_variant(quantization)
+    return Dequantized(GPTQLayout(variant.bits, variant.group_size, zeros_less_one=variant.zeros_less_one))

@@ -1,0 +1,59 @@
+"""The variants of GPTQ and AWQ that are read, out of a checkpoint's description.
+
+Knows nothing of torch, so that a look at a model can ask before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.loading.quantization import Quantization
+
+_GPTQ_BITS = (2, 3, 4, 8)
+
+AWQ_BITS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GPTQVariant:
+    """`group_size` -1 is one group of all inputs; zero points are stored less one in the format's first version."""
+
+    bits: int
+    group_size: int
+    act_order: bool
+    zeros_less_one: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AWQVariant:
+    """`group_size` -1 is one group of all inputs."""
+
+    group_size: int
+
+
+def gptq_variant(described: Quantization) -> GPTQVariant:
+    """Raises ModelError for a variant that is not supported."""
+    bits, group_size = described.integer("bits"), described.integer("group_size", -1)
+    if bits not in _GPTQ_BITS:
+        raise described.error("bits", "must be 2, 3, 4 or 8")
+    if group_size != -1 and group_size < 1:
+        raise described.error("group_size", "must be positive, or -1 for one group")
+    version = described.text("checkpoint_format", described.text("format", "gptq"))
+    if version not in ("gptq", "gptq_v2"):
+        raise described.error("checkpoint_format", "must be gptq or gptq_v2")
+    return GPTQVariant(bits, group_size, described.flag("desc_act", False), zeros_less_one=version == "gptq")
+
+
+def awq_variant(described: Quantization) -> AWQVariant:
+    """Raises ModelError for a variant that is not supported. Older AutoAWQ has its own names for two fields."""
+    bits = described.integer("bits", described.integer("w_bit", AWQ_BITS))
+    group_size = described.integer("group_size", described.integer("q_group_size", 128))
+    if bits != AWQ_BITS:
+        raise described.error("bits" if "bits" in described.values else "w_bit", "must be 4")
+    if group_size != -1 and group_size < 1:
+        raise described.error("group_size", "must be positive, or -1 for one group")
+    if described.text("version", "gemm") != "gemm":
+        raise described.error("version", "must be GEMM; quantize again with that version")
+    if not described.flag("zero_point", True):
+        raise described.error("zero_point", "must be true; quantize again with zero points")
+    return AWQVariant(group_size)

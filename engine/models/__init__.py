@@ -12,10 +12,12 @@ from engine.loading.store import ModelError
 from engine.models.spec import Family
 
 FAMILIES = {
+    "Gemma2ForCausalLM": "engine.models.gemma2:FAMILY",
     "Gemma3ForCausalLM": "engine.models.gemma3:FAMILY",
     "LlamaForCausalLM": "engine.models.llama:FAMILY",
     "MistralForCausalLM": "engine.models.mistral:FAMILY",
     "MixtralForCausalLM": "engine.models.mixtral:FAMILY",
+    "Phi3ForCausalLM": "engine.models.phi3:FAMILY",
     "Qwen2ForCausalLM": "engine.models.qwen2:FAMILY",
     "Qwen3ForCausalLM": "engine.models.qwen3:FAMILY",
     "Qwen3MoeForCausalLM": "engine.models.qwen3_moe:FAMILY",

@@ -45,6 +45,12 @@ class ConfigFields:
             raise self._error(name, f"must be a positive number, not {value!r}")
         return float(value)
 
+    def number_or_none(self, name: str, default: float) -> float | None:
+        """A positive number, or None when the field is null; `default` only when it is not there at all."""
+        if name in self._values and self._values[name] is None:
+            return None
+        return self.number(name, default)
+
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
         """A list of `count` positive numbers."""
         value = self._value(name, None)

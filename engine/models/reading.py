@@ -13,11 +13,16 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_spec(
-    config: ConfigFields, *, max_positions: int, head_dim: int | None = None, partial: bool = False
+    config: ConfigFields,
+    *,
+    max_positions: int,
+    head_dim: int | None = None,
+    norm_eps: float = 1e-6,
+    partial: bool = False,
 ) -> ModelSpec:
     """The fields that have one meaning everywhere: one rope, no windows, no biases. A family replaces what is
-    otherwise. `max_positions` and `head_dim` are the family's defaults, `partial` is as in `rotary_dim`.
-    Raises ModelError.
+    otherwise. `max_positions`, `head_dim` and `norm_eps` are the family's defaults, `partial` is as in
+    `rotary_dim`. Raises ModelError.
     """
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
@@ -40,7 +45,7 @@ def read_spec(
         context_length=rope.context_length,
         max_context_length=rope.max_context_length,
         layers=(LayerSpec(rope.rope),) * config.integer("num_hidden_layers"),
-        norm_eps=config.number("rms_norm_eps", 1e-6),
+        norm_eps=config.number("rms_norm_eps", norm_eps),
         tied_head=config.flag("tie_word_embeddings", False),
         dtype=config.dtype(),
         attention_scale=head_dim**-0.5,
@@ -56,11 +61,11 @@ def read_experts(config: ConfigFields, *, inner_size: int, renormalize: bool) ->
     return ExpertsSpec(count, top_k, inner_size, renormalize)
 
 
-def layer_types(config: ConfigFields, default: Sequence[str]) -> Sequence[str]:
+def layer_types(config: ConfigFields, default: Sequence[str]) -> tuple[str, ...]:
     """FULL or SLIDING for each layer: `layer_types` of the config, or `default`, which has the right length."""
     types = config.words("layer_types")
     if types is None:
-        return default
+        return tuple(default)
     if len(types) != len(default) or not set(types) <= {FULL, SLIDING}:
         raise ModelError(
             f"config.json: layer_types must name {FULL} or {SLIDING} for each of {len(default)} layers, "

@@ -148,6 +148,9 @@ def _mscale(factor: float, weight: float) -> float:
 def _long(parameters: ConfigFields, theta: float, trained: int, max_positions: int, rotary_dim: int) -> LongRope:
     if trained == 1:
         raise ModelError("config.json: original_max_position_embeddings is 1; longrope needs more.")
+    # Phi-3-small and Phi-3.5-MoE scale short and long tables each by a number of their own.
+    parameters.expect("short_mscale", None)
+    parameters.expect("long_mscale", None)
     factor = parameters.number("factor", max_positions / trained)
     magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
     return LongRope(

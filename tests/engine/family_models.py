@@ -46,6 +46,11 @@ _LONG = {
     "original_max_position_embeddings": 64,
 }
 
+#: Of the 16 dimensions of a head Phi-3 turns 12 here.
+_LONG_PHI3 = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75} | {
+    name: value[:6] if isinstance(value, list) else value for name, value in _LONG.items()
+}
+
 QWEN3_MOE: dict[str, object] = {"num_experts": 10, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
 
 VARIANTS: dict[str, Variant] = {
@@ -55,6 +60,22 @@ VARIANTS: dict[str, Variant] = {
     "qwen3_bias": Variant("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "mistral": Variant("Mistral", {"hidden_size": 48, "head_dim": 20, "sliding_window": None}),
     "mistral_window": Variant("Mistral", {"sliding_window": WINDOW}),
+    "phi3_window": Variant("Phi3", {"sliding_window": WINDOW}),
+    "phi3_longrope_short": Variant(
+        "Phi3", {"original_max_position_embeddings": 64, "tie_word_embeddings": True}, (0, 1, 2, 3), 64, _LONG_PHI3
+    ),
+    "phi3_longrope_long": Variant("Phi3", {"original_max_position_embeddings": 64}, (4, 5), None, _LONG_PHI3),
+    "gemma2": Variant(
+        "Gemma2",
+        {
+            "hidden_size": 48,
+            "head_dim": 20,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 8.0,
+        },
+    ),
     "mixtral": Variant("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 3, "rms_norm_eps": 1e-5}),
     "mixtral_window": Variant("Mixtral", {"num_local_experts": 4, "sliding_window": WINDOW}),
     "qwen3_moe": Variant("Qwen3Moe", QWEN3_MOE | {"head_dim": 20, "norm_topk_prob": True}),
@@ -127,7 +148,7 @@ def _main(folder: Path) -> None:
         model = getattr(transformers, f"{variant.family}ForCausalLM")(config).float().eval()
         randomize(model)
         for parameter_name, parameter in model.named_parameters():
-            if variant.family == "Gemma3" and "post_" in parameter_name:
+            if variant.family.startswith("Gemma") and "post_" in parameter_name:
                 parameter.data += 5  # else the scaled embedding outweighs what layers add to it
         model.save_pretrained(folder / name)
         write_tokenizer(folder / name)

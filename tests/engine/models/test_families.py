@@ -124,11 +124,28 @@ def test_gemma3_in_the_older_spelling(family_models: Path, tmp_path: Path, kerne
     assert old.driver.run(old.sequences()) == old.ids
 
 
+@pytest.mark.parametrize("cap", ["attn_logit_softcapping", "final_logit_softcapping"])
+def test_soft_caps_count(family_models: Path, tmp_path: Path, kernel_cache: Path, cap: str) -> None:
+    """That the variant's own caps are small enough to be missed."""
+
+    def leave_out(values: dict[str, Any]) -> None:
+        values[cap] = None
+
+    other = open_case(
+        family_models, edited(family_models / "gemma2", tmp_path / "x", leave_out), "gemma2", kernel_cache
+    )
+    sequences = other.sequences(SamplingParams(max_tokens=1, temperature=0.0, logprobs=1))
+    other.driver.run(sequences)
+    found = [sequence.logprobs[0][3][0] for sequence in sequences]
+    assert np.abs(np.array(found) - [max(each) for each in other.logprobs]).max() > 0.01
+
+
 def test_context_lengths(family_models: Path, kernel_cache: Path) -> None:
     def length(name: str, asked: int | None = None) -> int:
         return load(Settings(str(family_models / name), max_model_len=asked, cache_dir=kernel_cache))[1].context_length
 
     assert length("llama_yarn") == 4 * 160
+    assert length("phi3_longrope_short") == CONTEXT_LENGTH
     assert length("llama_linear") == 4 * CONTEXT_LENGTH
     assert (length("llama_dynamic"), length("llama_dynamic", 2 * CONTEXT_LENGTH)) == (
         CONTEXT_LENGTH,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.layers.rope import LinearRope, Rope
+from engine.layers.rope import LinearRope, LongRope, Rope
 from engine.loading.store import ModelError
 from engine.models import family_of
 from engine.models.config import ConfigFields
@@ -127,6 +127,61 @@ def test_windows_of_qwen_are_those_of_its_upper_layers_when_switched_on(architec
     assert windows(architecture, **size, use_sliding_window=True, layer_types=types) == [16, 0, 0, 0]
     with pytest.raises(ModelError, match="use_sliding_window or sliding_window is not set"):
         windows(architecture, **size, layer_types=types)
+
+
+def test_gemma2() -> None:
+    found = spec(architectures=["Gemma2ForCausalLM"], head_dim=16, sliding_window=512, num_hidden_layers=3)
+    whole, local = LayerSpec(Rope(theta=1e4)), LayerSpec(Rope(theta=1e4), 512)
+    assert found.layers == (local, whole, local)
+    assert (found.score_soft_cap, found.logit_soft_cap, found.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert (found.tied_head, found.norms_from_one, found.activation) == (True, True, Activation.GELU_TANH)
+    assert (found.embedding_scale, found.context_length) == (8.0, 8192)
+    null = spec(architectures=["Gemma2ForCausalLM"], attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (null.score_soft_cap, null.logit_soft_cap, null.head_dim) == (0.0, 0.0, 256)
+    types = ["full_attention", "sliding_attention"]
+    assert [layer.window for layer in spec(architectures=["Gemma2ForCausalLM"], layer_types=types).layers] == [0, 4096]
+
+
+def phi3(**fields: object) -> ModelSpec:
+    return spec(architectures=["Phi3ForCausalLM"], **fields)
+
+
+def test_phi3() -> None:
+    found = phi3(sliding_window=2047)
+    assert (found.norm_eps, found.tied_head, found.context_length) == (1e-5, False, 4096)
+    assert found.layers == (LayerSpec(Rope(theta=1e4), 2047),) * 2
+    assert [layer.window for layer in phi3(sliding_window=None).layers] == [0, 0]
+    assert (phi3().rotary_dim, phi3(partial_rotary_factor=0.75).rotary_dim) == (16, 12)
+    assert phi3(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}).rotary_dim == 8
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_longrope_of_phi3_in_its_spellings(kind: str) -> None:
+    factors = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    sizes = {"max_position_embeddings": 1024, "original_max_position_embeddings": 64, "partial_rotary_factor": 0.75}
+    found = phi3(rope_scaling={"type": kind} | factors, **sizes)
+    rope = found.layers[0].rope
+    assert isinstance(rope, LongRope)
+    assert (rope.trained_positions, rope.short_factor, rope.long_factor) == (64, (1.0,) * 6, (2.0,) * 6)
+    assert rope.magnitude == pytest.approx((1 + 4 / 6) ** 0.5)
+    assert (found.context_length, found.max_context_length) == (1024, 1024)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5 of heads of 16 dimensions is not 2 to 16"),
+        ({"partial_rotary_factor": 0.45}, "rotary positions turn 7 dimensions of a head; they need an even number"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_mscale": 1.2}, "original_max_position_embeddings": 64},
+            "rope_scaling.short_mscale is 1.2; supported is null",
+        ),
+    ],
+)
+def test_refusals_of_phi3(fields: dict[str, object], text: str) -> None:
+    with pytest.raises(ModelError, match=text):
+        phi3(**fields)
 
 
 def test_layers_of_gemma3() -> None:

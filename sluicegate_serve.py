@@ -25,7 +25,6 @@ from engine.loading.demo import NAME as DEMO_MODEL
 from engine.loading.demo import ensure_demo_model
 from engine.loading.store import ModelFolder
 from engine.plan import LoadError
-from engine.progress import ProgressBar
 from engine.sources.reference import parse_reference
 from gateway.config import GatewayConfig
 from protocol import logs
@@ -33,6 +32,7 @@ from protocol.config import Positional, Settings, Shown, child_environ
 from protocol.folders import private_folder
 from protocol.logs import LogLevel
 from protocol.ports import PortUnavailable, bound_socket
+from protocol.progress import ProgressBar
 from protocol.supervisor import ChildFailed, Program, Supervisor
 
 log = logging.getLogger(__name__)

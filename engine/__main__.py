@@ -7,6 +7,7 @@ The socket answers before the model is loaded, so that gateways see the phase an
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -29,6 +30,7 @@ from engine.sources.remote import Unreachable
 from engine.status import Status
 from protocol import logs
 from protocol.process import EXIT_FAILED, EXIT_UNUSABLE, Parent
+from protocol.progress import ProgressBar
 
 log = logging.getLogger("engine")
 
@@ -50,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ListenError as error:
         return _give_up(parent, str(error), EXIT_FAILED)
     try:
-        runner = backends.create(_with_folder(config, _progress(parent)))
-        resolved = engine.load(runner, parent)
+        with contextlib.closing(_Loading(parent, alone=config.parent_pipe is None)) as progress:
+            runner = backends.create(_with_folder(config, progress))
+            resolved = engine.load(runner, progress)
     except Unreachable as error:
         engine.close()
         return _give_up(parent, str(error), EXIT_FAILED)
@@ -122,10 +125,10 @@ class Engine:
             log.info("metrics_listening", extra={"port": self._http.port})
         log.info("engine_listening", extra={"address": self._server.address})
 
-    def load(self, runner: Runner, parent: Parent) -> Resolved:
+    def load(self, runner: Runner, progress: Progress) -> Resolved:
         """Load the model in this thread. Raises what the backend raises."""
         started = time.monotonic()
-        info = runner.load(_progress(parent))
+        info = runner.load(progress)
         resolved = resolve(self._config, info)
         log.info(
             "engine_loaded",
@@ -184,19 +187,30 @@ def _catch_signals() -> int:
     return reader
 
 
-def _progress(parent: Parent) -> Progress:
-    """Passes loading progress on to the supervisor, and to the log once a second."""
-    logged_at = 0.0
+class _Loading:
+    """Where a load is, told to whoever waits: the supervisor; a person at a terminal, by a bar; else the log."""
 
-    def progress(phase: str, done: int, total: int) -> None:
-        nonlocal logged_at
-        parent.progress(phase, done, total)
+    def __init__(self, parent: Parent, *, alone: bool) -> None:
+        self._parent = parent
+        self._bar = ProgressBar(wanted=alone)
+        self._phase = ""
+        self._began = self._logged_at = 0.0
+        self._first = 0
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        self._parent.progress(phase, done, total)
+        self._bar(phase, done, total)
         now = time.monotonic()
-        if now - logged_at >= PROGRESS_S:
-            logged_at = now
-            log.info("engine_loading", extra={"phase": phase, "done": done, "total": total})
+        if phase != self._phase:
+            self._phase, self._began, self._first = phase, now, done
+        if not self._bar.draws and now - self._logged_at >= PROGRESS_S:
+            self._logged_at = now
+            rate = (done - self._first) / max(now - self._began, 1e-3)
+            told = {"phase": phase, "done": done, "total": total, "bytes_per_second": round(rate)}
+            log.info("engine_loading", extra=told)
 
-    return progress
+    def close(self) -> None:
+        self._bar.close()
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from gateway.texts import ModelText
 from gateway.tokenizer import PromptTooLong
 from protocol.config import default_cache_dir
 from protocol.messages import Logprobs, Serving
+from protocol.progress import ProgressBar
 from protocol.sampling import choice_seed, shown
 
 __all__ = ["LLM", "EngineError", "RequestOutput", "SamplingParams"]
@@ -79,6 +80,7 @@ class _Answered:
     prepared: GenerationRequest
     deltas: list[Delta]
     prompt_logprobs: Logprobs | None
+    cached_tokens: int
 
 
 class LLM:
@@ -115,6 +117,7 @@ class LLM:
         cache_dir: str | os.PathLike[str] | None = None,
         config: str | os.PathLike[str] | None = None,
         log_level: str = "warning",
+        use_tqdm_on_load: bool = True,
     ) -> None:
         """Returns once the model is loaded. Raises ValueError for an option that cannot be had, EngineError
         when the engine does not start."""
@@ -144,7 +147,8 @@ class LLM:
         )
         self._seed = seed
         self._numbers = count()
-        self._engine = OfflineEngine(flags, Path(cache_dir) if cache_dir is not None else default_cache_dir())
+        folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+        self._engine = OfflineEngine(flags, folder, ProgressBar(wanted=use_tqdm_on_load))
         # Also when it is forgotten, and when the interpreter ends.
         self._finalizer = weakref.finalize(self, self._engine.close)
 
@@ -302,6 +306,7 @@ def _output(ask: _Ask, answered: _Answered, text: ModelText) -> RequestOutput:
         prompt_logprobs=prompt_logprobs(prompt_ids, answered.prompt_logprobs, options.prompt_logprobs, text.tokenizer),
         outputs=[completion_output(delta, text.tokenizer, strings) for delta in answered.deltas],
         finished=True,
+        num_cached_tokens=answered.cached_tokens,
     )
 
 

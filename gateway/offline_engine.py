@@ -29,6 +29,7 @@ from protocol.config import child_environ
 from protocol.folders import private_folder
 from protocol.messages import Logprobs, Serving
 from protocol.metrics import Instruments, Owner
+from protocol.progress import ProgressBar
 from protocol.supervisor import ChildFailed, Program, Supervisor
 
 log = logging.getLogger(__name__)
@@ -48,8 +49,12 @@ class EngineError(RuntimeError):
 class OfflineEngine:
     """One engine process from `__init__` to `close`. Its coroutines run on its own loop, by `call`."""
 
-    def __init__(self, flags: Sequence[str], cache_dir: Path) -> None:
-        """Returns once the engine serves. `flags` are `sluicegate engine`'s. Raises EngineError."""
+    def __init__(self, flags: Sequence[str], cache_dir: Path, bar: ProgressBar) -> None:
+        """Returns once the engine serves. `flags` are `sluicegate engine`'s; `bar` shows how far its start is.
+
+        Raises EngineError.
+        """
+        self._bar = bar
         self._flags = tuple(flags)
         self._cache_dir = cache_dir
         self._pid = os.getpid()
@@ -112,8 +117,9 @@ class OfflineEngine:
         """The model's tokenizer and chat template."""
         return await self._texts.get(await self.serving())
 
-    async def answers(self, request: GenerationRequest) -> tuple[list[Delta], Logprobs | None]:
-        """The one delta of each choice of an unstreamed request, by index, and the prompt's logprobs.
+    async def answers(self, request: GenerationRequest) -> tuple[list[Delta], Logprobs | None, int]:
+        """The one delta of each choice of an unstreamed request, by index, the prompt's logprobs, and how many of
+        its tokens the engine had in its cache.
 
         Raises BadRequest, and EngineError when the engine gave it up.
         """
@@ -126,7 +132,8 @@ class OfflineEngine:
                 await asyncio.sleep(_RETRY_S)
         try:
             deltas = sorted([delta async for delta in generation], key=lambda delta: delta.index)
-            return deltas, generation.choices[0].prompt_logprobs
+            first = generation.choices[0]
+            return deltas, first.prompt_logprobs, first.cached_tokens
         except BadRequest:
             raise
         except GatewayError as error:
@@ -153,7 +160,7 @@ class OfflineEngine:
             address = f"ipc://{folder}/engine.sock"
             # `-P`: a folder called `engine` where the user happens to be is not ours.
             argv = (sys.executable, "-P", "-m", "sluicegate", "engine", *self._flags, f"--listen={address}")
-            supervisor = Supervisor([[Program("engine", argv, child_environ({}))]], lambda *_: None)
+            supervisor = Supervisor([[Program("engine", argv, child_environ({}))]], self._bar.show)
             self._connect(address)
             await self._router.start()
             lives = asyncio.create_task(supervisor.run(self._announce), name="engine")
@@ -181,6 +188,7 @@ class OfflineEngine:
 
     async def _announce(self) -> None:
         await self.text()
+        self._bar.close()
         self._started.set_result(None)
 
     def _lives_ended(self, lives: asyncio.Task[None]) -> None:
@@ -192,5 +200,6 @@ class OfflineEngine:
     def _fail(self, reason: str) -> None:
         """End everything; the first reason is the one that is told."""
         self._failure = self._failure or reason
+        self._bar.close()
         self._changed.set()
         self._ended.set()

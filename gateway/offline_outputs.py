@@ -40,7 +40,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answers to one prompt, `prompt` being None where it was given as ids."""
+    """The answers to one prompt, `prompt` being None where it was given as ids.
+
+    `num_cached_tokens` of the prompt were in the engine's prefix cache.
+    """
 
     request_id: str
     prompt: str | None
@@ -48,6 +51,7 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None
     outputs: list[CompletionOutput]
     finished: bool
+    num_cached_tokens: int
 
 
 def completion_output(delta: Delta, tokenizer: Tokenizer, stop_strings: Mapping[int, str]) -> CompletionOutput:

@@ -17,10 +17,10 @@ import pytest
 
 import sluicegate_serve
 from engine.config import EngineConfig
-from engine.progress import ProgressBar
 from gateway.config import GatewayConfig
 from protocol.config import Settings, options_of
 from protocol.ports import PortUnavailable
+from protocol.progress import ProgressBar
 from sluicegate_serve import ServeConfig, available_port, greeting, programs
 from tests.processes import Process, Server, children_of, command_line, free_port
 

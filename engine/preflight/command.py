@@ -15,10 +15,10 @@ from engine.preflight import check
 from engine.preflight.devices import find_device
 from engine.preflight.table import render
 from engine.preflight.wanted import Wanted
-from engine.progress import ProgressBar
 from engine.sources import resolve
 from protocol import logs
 from protocol.config import Positional, Spelled
+from protocol.progress import ProgressBar
 
 
 class CheckConfig(EngineConfig):

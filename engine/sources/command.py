@@ -12,13 +12,13 @@ from typing import Annotated
 from pydantic import Field
 
 from engine.plan import LoadError
-from engine.progress import ProgressBar
 from engine.sources import resolve
 from engine.sources.cache import CachedModel, Manifest, cached_versions, damage
 from engine.sources.reference import parse_reference
 from engine.sources.remote import SourceError
 from protocol import logs
 from protocol.config import Positional, Settings, Spelled
+from protocol.progress import ProgressBar
 
 _PROG = "sluicegate models"
 

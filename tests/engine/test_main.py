@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -16,7 +17,9 @@ from pathlib import Path
 import pytest
 import zmq
 
+import engine.__main__ as engine_main
 from protocol.messages import EngineBeat, ErrorCode, FinishReason, Hello, Phase, Role, Step, Welcome, u32
+from protocol.process import Parent
 from tests.engine.control import alone, submit
 from tests.engine.peer import Peer
 from tests.processes import ROOT, Engine, free_port
@@ -254,3 +257,31 @@ def test_the_step_log_has_a_line_for_each_step(start_engine: StartEngine, contex
         *((step, 1, 1) for step in range(2, 6)),
     ]
     assert all(later["monotonic_ns"] - line["monotonic_ns"] >= 10e6 for line, later in pairwise(lines))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("alone", "terminal"), [(True, True), (True, False), (False, True)])
+def test_a_load_is_a_bar_on_a_terminal_of_its_own_and_lines_of_the_log_elsewhere(
+    alone: bool, terminal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stderr = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr("sys.stderr", stderr)
+    monkeypatch.setattr(engine_main, "PROGRESS_S", 0.0)
+    loading = engine_main._Loading(Parent(None), alone=alone)
+    with caplog.at_level("INFO", "engine"):
+        loading("loading weights", 5_000_000, 20_000_000)
+        time.sleep(0.01)
+        loading("loading weights", 15_000_000, 20_000_000)
+    loading.close()
+    drawn = "| 15.0M/20.0M [" in stderr.getvalue() and "B/s]" in stderr.getvalue()
+    records = [vars(record) for record in caplog.records if record.message == "engine_loading"]
+    assert drawn == (alone and terminal)
+    assert [(record["phase"], record["done"], record["total"]) for record in records] == (
+        [] if drawn else [("loading weights", 5_000_000, 20_000_000), ("loading weights", 15_000_000, 20_000_000)]
+    )
+    assert all(0 <= record["bytes_per_second"] <= 10_000_000 / 0.01 for record in records)
+    assert drawn or records[1]["bytes_per_second"] > 0

@@ -84,6 +84,12 @@ def test_prompts_in_every_form(llm: LLM) -> None:
     assert llm.generate([], params) == []
 
 
+def test_a_prefix_that_was_there_is_counted(llm: LLM) -> None:
+    prompt = "a prefix of more than two blocks, and then some"
+    params = SamplingParams(max_tokens=1)
+    assert [llm.generate(prompt, params)[0].num_cached_tokens for _ in range(2)] == [0, 32]
+
+
 def test_parameters_for_all_or_one_each(llm: LLM) -> None:
     each = [SamplingParams(seed=1, max_tokens=3, n=2), SamplingParams(temperature=0, max_tokens=7)]
     first, second = llm.generate(["a", "b"], each)

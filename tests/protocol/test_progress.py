@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from engine.progress import ProgressBar
 from protocol.process import Progress
+from protocol.progress import ProgressBar
 
 
 class Terminal(io.StringIO):
@@ -35,3 +35,13 @@ def test_the_bar_draws_nothing_elsewhere(capsys: pytest.CaptureFixture[str]) -> 
     bar.show("engine", Progress("loading weights", 1, 2))
     bar.close()
     assert capsys.readouterr().err == ""
+
+
+def test_a_bar_that_nobody_wants_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    bar = ProgressBar(wanted=False)
+    bar.show("engine", Progress("loading weights", 1, 2))
+    bar.close()
+    assert not bar.draws
+    assert terminal.getvalue() == ""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+
 from tqdm import tqdm
 
 from protocol.process import Progress as Step
 
 
 class ProgressBar:
-    """One bar, redrawn, with bytes and speed; nothing where stderr is no terminal. An `engine.plan.Progress`."""
+    """One bar, redrawn, with bytes and speed; nothing where stderr is no terminal, or `wanted` is False."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, wanted: bool = True) -> None:
+        self.draws = wanted and sys.stderr.isatty()
         self._bar: tqdm | None = None
         self._phase = ""
         self._closed = False
@@ -29,7 +32,7 @@ class ProgressBar:
                 unit_scale=True,
                 leave=False,
                 bar_format=None if total else "{desc} ...",
-                disable=None,  # where this is no terminal
+                disable=not self.draws,
             )
         self._bar.n = done
         self._bar.refresh()

@@ -7,9 +7,10 @@ import torch
 
 from engine.loading.quantization import Quantization
 from engine.loading.store import ModelError
-from engine.quant import LinearPart, method_of
+from engine.quant import ExpertParts, LinearPart, method_of
 from engine.quant.dequantized import Dequantized
 from engine.quant.unquantized import UnquantizedWeight
+from kernels import Activation
 from tests.engine.quant.checkpoints import module_folder, open_folder
 from tests.engine.quant.packers import Packed, scaled_bytes
 
@@ -70,6 +71,18 @@ def test_the_head_stays_plain_when_weights_are_rounded(tmp_path: Path) -> None:
     head = method.load_logits(reader, LinearPart("head", 32, 64))
     assert isinstance(head, UnquantizedWeight)
     assert torch.equal(head.packed.rows(torch.arange(32)), weight)
+
+
+def test_experts_are_rounded_as_linear_layers_are(tmp_path: Path) -> None:
+    shapes = {"gate": (16, 32), "up": (16, 32), "down": (32, 16)}
+    parts = [LinearPart(name, *shape) for name, shape in shapes.items()]
+    path = module_folder(tmp_path, {"quant_method": "fp8"}, {n: torch.randn(shape) for n, shape in shapes.items()})
+    reader, _ = open_folder(path)
+    method = method_of(Quantization("fp8", "--quantization fp8", {}))
+    x, chosen, weights = torch.randn(3, 32), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
+    found = method.load_experts(reader, [ExpertParts(*parts)]).mixed(x, chosen, weights)
+    gated = method.load(reader, parts[:2]).gated_product(x, None, Activation.SILU)
+    assert torch.equal(found, method.load(reader, parts[2:]).product(gated, None))
 
 
 def test_refused(tmp_path: Path) -> None:

@@ -14,7 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.config import EngineConfig
 from engine.loading.store import ModelError
+from engine.preflight import check
+from engine.preflight.devices import Device
+from engine.preflight.wanted import Wanted
 from protocol.sampling import SamplingParams
 from tests.engine.oracle import greedy_ids
 from tests.engine.quant.packers import Packed, awq, gptq, packed_int, scaled_bytes
@@ -29,6 +33,9 @@ PROMPTS = (1, 5, 9)
 
 #: GPTQ needs rows and columns that fill words; the tiny model's 112 are 3.5 of them.
 INNER = 128
+
+#: Linear layers, as transformers' quantizers choose them: no head, no router.
+MODULES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 
 GPTQ: dict[str, object] = {"bits": 4, "group_size": 32, "desc_act": True, "sym": False}
 AWQ: dict[str, object] = {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}
@@ -60,7 +67,7 @@ def quantized(source: Path, path: Path, name: str, *, head: bool = False) -> tup
     """Two models with the embeddings and norms of `source`: one quantized, with its `head` or without, and one of
     the weights that it stands for.
     """
-    modules = ("_proj.weight", "lm_head.weight") if head else ("_proj.weight",)
+    modules = (*MODULES, "lm_head.weight") if head else MODULES
     file, values, pack = FORMATS[name]
     config = json.loads((source / "config.json").read_text()) | {"intermediate_size": INNER}
     stored: dict[str, Tensor] = {}
@@ -108,6 +115,17 @@ def test_quantized_head(tiny_models: Path, tmp_path: Path, kernel_cache: Path, n
     assert "lm_head.weight" not in load_file(stored / "model.safetensors") or name == "fp8"
     settings = Settings(str(stored), cache_dir=kernel_cache)
     assert served_ids(settings) == served_ids(replace(settings, model=str(plain)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized_experts(family_models: Path, tmp_path: Path, kernel_cache: Path, name: str) -> None:
+    stored, plain = quantized(family_models / "mixtral", tmp_path, name)
+    names = load_file(stored / "model.safetensors").keys()
+    assert "model.layers.0.block_sparse_moe.gate.weight" in names
+    assert ("model.layers.0.block_sparse_moe.experts.5.w3.weight" in names) == (name == "fp8")
+    settings = Settings(str(stored), cache_dir=kernel_cache)
+    assert served_ids(settings) == served_ids(replace(settings, model=str(plain)))
+    assert check(stored, Wanted.by(EngineConfig(model=str(stored)), Device("cpu", "CPU"))).ok
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from engine.backends.torch_runner import TorchRunner
 from engine.loading.store import ModelError
 from engine.plan import ModelInfo
 from protocol.sampling import SamplingParams
-from tests.engine.family_models import CONTEXT_LENGTH, NUM_NEW, VARIANTS, prompt
+from tests.engine.family_models import CONTEXT_LENGTH, NUM_NEW, PROMPT_LENGTHS, VARIANTS, prompt
 from tests.engine.sequences import Driver, Sequence
 from tests.engine.tiny_models import EOS_ID
 from tests.engine.torch_runners import Settings, driver, load
@@ -91,6 +91,31 @@ def test_logprobs(case: Case) -> None:
         _, _, top_ids, top = sequence.logprobs[0]
         assert np.argmax(expected) == top_ids[0]
         np.testing.assert_allclose(top, expected[list(top_ids)], atol=5e-5)
+
+
+#: A variant of each family.
+FAMILIES = ("qwen2_window", "qwen3", "mistral_window", "phi3_longrope_long", "gemma2", "gemma3", "mixtral", "qwen3_moe")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bits_in_bfloat16_do_not_depend_on_the_steps(family_models: Path, kernel_cache: Path, name: str) -> None:
+    found = load(Settings(str(family_models / name), dtype="bfloat16", cache_dir=kernel_cache))
+    sampling = SamplingParams(max_tokens=10, temperature=0.8, top_p=0.95, logprobs=3)
+
+    def results(*, chunk: int = 10**9, depth: int = 1, preempt: bool = False, alone: bool = False) -> list[object]:
+        run = driver(*found)
+        sequences = [
+            Sequence(prompt(n), sampling, seed=n, ends=(EOS_ID,), preempt_after=2 + n if preempt else None)
+            for n in range(len(PROMPT_LENGTHS))
+        ]
+        for group in [[each] for each in sequences] if alone else [sequences]:
+            run.run(group, chunk=chunk, depth=depth)
+        return [(sequence.generated, sequence.logprobs) for sequence in sequences]
+
+    alone = results(alone=True)
+    assert results() == alone
+    assert results(chunk=7, depth=2) == alone
+    assert results(chunk=64, preempt=True) == alone
 
 
 def edited(source: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:

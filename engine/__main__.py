@@ -205,8 +205,9 @@ class _Loading:
             self._phase, self._began, self._first = phase, now, done
         if not self._bar.draws and now - self._logged_at >= PROGRESS_S:
             self._logged_at = now
-            rate = (done - self._first) / max(now - self._began, 1e-3)
-            told = {"phase": phase, "done": done, "total": total, "bytes_per_second": round(rate)}
+            told: dict[str, object] = {"phase": phase, "done": done, "total": total}
+            if total:
+                told["bytes_per_second"] = round((done - self._first) / max(now - self._began, 1e-3))
             log.info("engine_loading", extra=told)
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ MakeReply = Callable[[Generation], Reply]
 async def answer(request: Request, prepared: GenerationRequest, make_reply: MakeReply) -> Response:
     """The response. Raises the errors of `Dispatcher.start` and `Generation.next`, and ClientLeft."""
     shared = service(request)
-    generation = await unless_left(request.receive, shared.dispatcher.start(prepared))
+    generation = await unless_left(request.receive, shared.dispatcher.start(prepared, request.state.waited_s))
     measure = shared.measures.request(prepared, generation, request.state.arrived)
     reply = make_reply(generation)
     try:

@@ -42,7 +42,7 @@ class GatewayConfig(Settings):
     credit_wait: float = Field(
         10.0,
         ge=0,
-        description="Seconds that a request waits for an engine with room (then 429), or for one that is away (503).",
+        description="Seconds that a request waits in all, for an engine that is away (503) and for room there (429).",
     )
     resume_timeout: float = Field(
         30.0, ge=0, description="Seconds that a choice whose engine was lost waits for another one."

@@ -58,6 +58,7 @@ class Placement:
         "deaths",
         "num_known",
         "origin",
+        "patience_s",
         "request",
         "resumed_exactly",
         "retry_at",
@@ -69,13 +70,21 @@ class Placement:
     )
 
     def __init__(
-        self, owner: PlacementOwner, request: GenerationRequest, choice: Choice, seed: int, siblings: Siblings | None
+        self,
+        owner: PlacementOwner,
+        request: GenerationRequest,
+        choice: Choice,
+        *,
+        seed: int,
+        siblings: Siblings | None,
+        patience_s: float,
     ) -> None:
         self._owner = owner
         self.request = request
         self.choice = choice
         self.seed = seed
         self.siblings = siblings
+        self.patience_s = patience_s  # for how long it may still wait for its first engine
         self.seat: Seat | None = None
         self.waiting: asyncio.Task[None] | None = None  # in the line for credit
         self.origin: Serving | None = None  # what the engine that had it last offered

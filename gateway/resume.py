@@ -41,9 +41,9 @@ _PASSING = {ErrorCode.OVERLOADED, ErrorCode.DRAINING, ErrorCode.DIGEST_MISMATCH,
 class DispatchSettings:
     """How long and how often a choice is tried.
 
-    `credit_wait_s`: the wait for room before a new request is refused. `resume_timeout_s`: the
-    wait for an engine of equal numerics after a loss; then, with `resume_inexact`, one of the same
-    model does. `resume_attempts`: engines that a choice may lose in a row without a token from them.
+    `credit_wait_s`: how long a new request waits in all, for an engine and for room there, before it is refused.
+    `resume_timeout_s`: the wait for an engine of equal numerics after a loss; then, with `resume_inexact`, one of
+    the same model does. `resume_attempts`: engines that a choice may lose in a row without a token from them.
     """
 
     credit_wait_s: float = 10.0
@@ -83,8 +83,8 @@ class Dispatcher:
         """
         return await self._router.await_serving(model, self._settings.credit_wait_s)
 
-    async def start(self, request: GenerationRequest) -> Generation:
-        """Returns once the request's first choice is with an engine.
+    async def start(self, request: GenerationRequest, waited_s: float = 0.0) -> Generation:
+        """Returns once the request's first choice is with an engine. `waited_s` is what it waited in `await_serving`.
 
         Raises ModelNotFound, Overloaded (no credit within the bounded wait) or Unavailable (no engine). If it
         is cancelled while waiting (the client left), nothing stays behind.
@@ -94,12 +94,19 @@ class Dispatcher:
         siblings = [Siblings() if request.n > 1 else None for _ in request.prompts]
         first, *rest = [
             Placement(
-                self, request, choice, choice_seed(seed, choice.index % request.n), siblings[choice.index // request.n]
+                self,
+                request,
+                choice,
+                seed=choice_seed(seed, choice.index % request.n),
+                siblings=siblings[choice.index // request.n],
+                patience_s=self._settings.credit_wait_s,
             )
             for choice in generation.choices
         ]
         if not _is_settled(first):
-            seat = await self._seat(first, self._settings.credit_wait_s, patient=False)
+            began, left_s = time.monotonic(), max(0.0, self._settings.credit_wait_s - waited_s)
+            seat = await self._seat(first, left_s, patient=False)
+            first.patience_s = left_s - (time.monotonic() - began)
             if self._is_closed:
                 seat.connection.release(seat.handle)
                 raise Unavailable(_STOPPING)
@@ -148,7 +155,7 @@ class Dispatcher:
     def refused(self, placement: Placement, failure: Failure) -> None:
         """The engine ended it with an error: another try where that can help, else the client gets it."""
         has_begun = placement.has_begun
-        patience_s = self._settings.resume_timeout_s if has_begun else self._settings.credit_wait_s
+        patience_s = self._settings.resume_timeout_s if has_begun else placement.patience_s
         waited_s = placement.waited_s()
         if failure.code not in _PASSING or waited_s >= patience_s:
             placement.choice.fail(from_failure(failure))

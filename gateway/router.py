@@ -224,7 +224,7 @@ class Router:
                 if not waiter.seat.done():
                     self.serving(model)
                     if not patient:
-                        raise Overloaded(f"every engine that serves {model!r} is busy; no room came in {wait_s:g} s.")
+                        raise Overloaded(f"every engine that serves {model!r} is busy; no room came in {wait_s:.3g} s.")
             return waiter.seat.result()
         except BaseException:
             self._give_up(waiter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -43,7 +44,8 @@ class Service:
             await self.router.close()
 
     async def serving(self, request: Request, model: str) -> Serving:
-        """The served model a request names, or the only one when it names none; waited for while it is away.
+        """The served model a request names, or the only one when it names none; waited for while it is away
+        (`request.state.waited_s` says how long).
 
         Raises ModelNotFound, Unavailable, ClientLeft, or BadRequest when there is a choice to make.
         """
@@ -52,10 +54,13 @@ class Service:
             if len(names) > 1:
                 raise BadRequest(f"model is required: this gateway serves {', '.join(names)}.", "model")
             model = names[0] if names else ""
+        began = time.monotonic()
         try:
             return self.router.serving(model)
         except Unavailable:
             return await unless_left(request.receive, self.dispatcher.await_serving(model))
+        finally:
+            request.state.waited_s = time.monotonic() - began
 
 
 def service(request: Request) -> Service:

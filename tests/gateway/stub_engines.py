@@ -84,6 +84,8 @@ class StubDispatcher:
         self.left: list[tuple[int, AbortReason]] = []
         self.cached_tokens = 0
         self.refusal: GatewayError | None = None
+        self.returning: Serving | None = None  # what comes 0.05 s after it was asked for
+        self.waited_s: list[float] = []  # what each request had waited before
         #: Set: tokens flow. Clear: they wait.
         self.flow = asyncio.Event()
         self.flow.set()
@@ -92,10 +94,14 @@ class StubDispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def await_serving(self, model: str) -> Serving:
-        raise Unavailable("no engine serves at the moment.")
+        if self.returning is None:
+            raise Unavailable("no engine serves at the moment.")
+        await asyncio.sleep(0.05)
+        return self.returning
 
-    async def start(self, request: GenerationRequest) -> Generation:
+    async def start(self, request: GenerationRequest, waited_s: float = 0.0) -> Generation:
         self.requests.append(request)
+        self.waited_s.append(waited_s)
         if self.refusal is not None:
             raise self.refusal
         generation = Generation(request, self.eos_ids)

@@ -184,7 +184,7 @@ async def test_a_client_that_leaves_while_it_waits_for_room_cancels_the_wait() -
     cancelled = asyncio.Event()
     waiting = asyncio.Event()
 
-    async def wait_for_ever(_request: GenerationRequest) -> None:
+    async def wait_for_ever(_request: GenerationRequest, _waited_s: float) -> None:
         try:
             waiting.set()
             await asyncio.Event().wait()

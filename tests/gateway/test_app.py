@@ -90,6 +90,17 @@ async def test_the_model_is_checked(gateway: StubGateway, path: str, body: dict[
         assert (await client.post(path, json=body)).status_code == 503
 
 
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "a"})])
+async def test_the_wait_for_an_engine_is_counted(gateway: StubGateway, path: str, body: dict[str, object]) -> None:
+    async with gateway.client() as client:
+        assert (await client.post(path, json=body)).status_code == 200
+        gateway.router.served.clear()
+        gateway.dispatcher.returning = gateway.serving
+        assert (await client.post(path, json=body | {"model": "tiny"})).status_code == 200
+    at_once, later = gateway.dispatcher.waited_s
+    assert at_once < 0.05 <= later
+
+
 async def test_paths_and_methods_that_do_not_exist(gateway: StubGateway) -> None:
     async with gateway.client() as client:
         missing = await client.get("/v2/nothing")

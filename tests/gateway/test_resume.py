@@ -289,6 +289,39 @@ async def test_a_full_engine_is_asked_again_for_new_work_in_bounds(ipc_address: 
         refusing.cancel()
 
 
+async def test_what_a_request_waited_for_an_engine_counts_when_it_waits_for_room(
+    ipc_address: str, tmp_path: Path
+) -> None:
+    patience = DispatchSettings(credit_wait_s=1.0)
+    full = replace(SERVING, grant_requests=1)
+    async with (
+        ScriptedEngine(ipc_address, full) as engine,
+        linked(ipc_address, cache_dir=tmp_path, dispatch=patience) as gateway,
+    ):
+        await until(lambda: gateway.router.ready)
+        running = await gateway.dispatcher.start(request([1]))
+        began = time.monotonic()
+        with pytest.raises(Overloaded, match=r"no room came in 0\.2 s"):
+            await gateway.dispatcher.start(request([2]), waited_s=0.8)
+        assert 0.2 <= time.monotonic() - began < 0.8
+        with pytest.raises(Overloaded, match="no room came in 0 s"):
+            await gateway.dispatcher.start(request([3]), waited_s=1.5)
+        running.abort()
+        engine.say_finished((await engine.next(Submit)).handle, num_generated=0)
+
+        async def refuse_all() -> None:
+            while True:
+                engine.say_refused((await engine.next(Submit)).handle, ErrorCode.OVERLOADED, "full up")
+
+        refusing = asyncio.create_task(refuse_all())
+        generation = await gateway.dispatcher.start(request([4]), waited_s=0.7)
+        began = time.monotonic()
+        with pytest.raises(Overloaded, match="full up"):
+            await next_delta(generation)
+        assert 0.2 <= time.monotonic() - began < 0.9
+        refusing.cancel()
+
+
 async def test_a_client_that_leaves_while_its_engine_is_gone_leaves_nothing(ipc_address: str, tmp_path: Path) -> None:
     async with linked(ipc_address, cache_dir=tmp_path) as gateway:
         async with ScriptedEngine(ipc_address) as engine:

@@ -42,7 +42,7 @@ class PackedExperts:
         assert gate.shape == up.shape == (self.inner_size, self.hidden_size)
         assert down.shape == (self.hidden_size, self.inner_size)
         if self.in_panels:
-            fill_panels(self.gate_up[expert], torch.cat((gate, up)))
+            fill_panels(self.gate_up[expert], gate, up)
             fill_panels(self.down[expert], down)
         else:
             self.gate_up[expert, : self.inner_size] = gate
@@ -68,7 +68,7 @@ def mix_experts(x: Tensor, chosen: Tensor, weights: Tensor, packed: PackedExpert
     """The sum of what the chosen experts make of each row, times their weights: [M, hidden_size] in x.dtype.
 
     x [M, hidden_size] may be a view with a row stride; chosen int32 and weights float32 [M, top_k] as `route`
-    answers them. Raises IndexError for an expert that is not there (on a GPU it adds nothing).
+    answers them. Raises IndexError for an expert that is not there; a GPU does not look.
     """
     num_rows, hidden_size = x.shape
     if hidden_size != packed.hidden_size:

@@ -224,12 +224,12 @@ def _launch(
         PREFETCH=tile.prefetch if limit.dependent and num_in >= tile.prefetch else 0,
         PDL=limit.dependent,
         num_warps=tile.warps,
-        num_stages=_stages(tile, limit, x.element_size(), gated=gated),
+        num_stages=fitting_stages(tile, limit, x.element_size(), gated=gated),
         **limit.options,
     )
 
 
-def _stages(tile: Tile, limit: Limits, element_size: int, *, gated: bool) -> int:
+def fitting_stages(tile: Tile, limit: Limits, element_size: int, *, gated: bool) -> int:
     """As many stages as the tile asks for and shared memory holds, with 8 KiB left for the epilogue."""
     stage = (tile.rows + tile.columns * (2 if gated else 1)) * tile.depth * element_size
     return max(1, min(tile.stages, (limit.shared_memory - 8192) // stage))

@@ -16,8 +16,10 @@ from triton.runtime import interpreter
 import kernels
 from kernels.activation import silu_and_mul_reference
 from kernels.attention import rotate_and_attend
-from kernels.gpu import activation, decode, embedding, logprobs, matmul, noise, norm, sampling
+from kernels.experts import mix_experts_reference
+from kernels.gpu import activation, decode, embedding, experts, logprobs, matmul, noise, norm, routing, sampling
 from kernels.norm import rms_norm_reference
+from kernels.routing import route_reference
 from tests.kernels.gpu.cases import AttentionCase
 
 # Idle rows of a tile divide 0 by 0, and are not stored.
@@ -102,6 +104,33 @@ def test_products(dtype: torch.dtype, rows: int) -> None:
             assert error(found[1], wanted + bias) < CLOSE[dtype]
             gated = silu_and_mul_reference((wanted + bias).to(dtype))
             assert error(matmul.gated_linear(x, weight, bias), gated) < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_routes(renormalize: bool) -> None:
+    logits = torch.randn(9, 20)
+    logits[1], logits[2], logits[3, 3] = 1.0, logits[2].round(), torch.nan
+    logits[4] = -torch.inf
+    logits[4, 7] = 0.0
+    chosen, weights = routing.route(logits, 5, renormalize=renormalize)
+    wanted, wanted_weights = route_reference(logits, 5, renormalize=renormalize)
+    assert torch.equal(chosen, wanted)
+    torch.testing.assert_close(weights, wanted_weights, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 17, 70])
+def test_experts(dtype: torch.dtype, rows: int) -> None:
+    """Of seven, the last is chosen by none. 70 rows of one expert are two tiles."""
+    x, gate_up, down = torch.randn(rows, 72), torch.randn(7, 40, 72) / 8, torch.randn(7, 72, 20) / 4
+    logits = torch.randn(rows, 7)
+    logits[:, 6], logits[:, 2] = -9.0, 9.0
+    x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
+    route = route_reference(logits, 3, renormalize=True)
+    found = experts.mix_experts(x, *route, gate_up, down)
+    wanted = mix_experts_reference(x, *route, gate_up.float(), down.float())
+    assert (found.shape, found.dtype) == (wanted.shape, dtype)
+    assert rows == 0 or error(found, wanted) < CLOSE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -62,11 +62,13 @@ def compiling(capability: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Comp
             "activation",
             "decode",
             "embedding",
+            "experts",
             "logprobs",
             "matmul",
             "norm",
             "prefill",
             "rope",
+            "routing",
             "sampling",
         ):
             patch.setattr(f"kernels.gpu.{module}.limits", lambda device: limits)

@@ -8,7 +8,7 @@ import torch
 import kernels
 
 pytest.importorskip("triton")
-from kernels.gpu import activation, attention, embedding, logprobs, matmul, noise, norm, sampling
+from kernels.gpu import activation, attention, embedding, experts, logprobs, matmul, noise, norm, routing, sampling
 from tests.kernels.gpu.compiling import Compiled, compiling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -51,6 +51,21 @@ def test_products(capability: int, dtype: torch.dtype, monkeypatch: pytest.Monke
                 matmul.gated_linear(x, weight, None)
     assert set(compiled.names) == {"linear_kernel"}
     assert _uses_wgmma(compiled) == (capability >= 90 and dtype is torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts(capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (
+        ((8, 4096, 14336, 2), (128, 2048, 768, 8), (5, 200, 48, 3)) if dtype is torch.bfloat16 else ((5, 200, 48, 3),)
+    )
+    with compiling(capability, monkeypatch) as compiled:
+        for count, hidden, inner, top_k in sizes:
+            for rows in ROW_COUNTS:
+                route = routing.route(torch.empty(rows, count), top_k, renormalize=True)
+                gate_up = torch.empty(1, 2 * inner, hidden, dtype=dtype).expand(count, -1, -1)
+                down = torch.empty(1, hidden, inner, dtype=dtype).expand(count, -1, -1)
+                experts.mix_experts(torch.empty(rows, hidden, dtype=dtype), *route, gate_up, down)
+    assert set(compiled.names) == {"route_kernel", "group_kernel", "expert_linear_kernel", "add_up_kernel"}
 
 
 @pytest.mark.parametrize(

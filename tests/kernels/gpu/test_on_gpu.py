@@ -8,6 +8,8 @@ from torch import Tensor
 
 import kernels
 from kernels.attention import rotate_and_attend
+from kernels.experts import mix_experts_reference
+from kernels.routing import route_reference
 from tests.kernels.gpu.cases import AttentionCase
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -109,6 +111,40 @@ def test_gated_products_have_the_bits_of_their_parts(cuda: torch.device, dtype: 
             for rows in ROW_COUNTS
             if not torch.equal(kernels.gated_linear(x[-rows:], packed), whole[-rows:])
         ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(8, 4096, 1792, 2), (128, 2048, 768, 8), (5, 200, 48, 3)], ids=str)
+def test_experts_are_right_and_do_not_depend_on_the_batch(
+    cuda: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int]
+) -> None:
+    """One expert is liked by all rows, so that it has one row or all of a call's."""
+    count, hidden, inner, top_k = sizes
+    packed = kernels.empty_experts(count, hidden, inner, dtype=dtype, device=cuda)
+    for expert in range(count):
+        gate, up = (torch.randn(2, inner, hidden, device=cuda) / hidden**0.5).to(dtype)
+        packed.fill(expert, gate, up, (torch.randn(hidden, inner, device=cuda) / inner**0.5).to(dtype))
+    x, logits = torch.randn(600, hidden, device=cuda).to(dtype), torch.randn(600, count, device=cuda)
+    logits[:, 3] += 5
+    chosen, weights = kernels.route(logits, top_k, renormalize=True)
+    wanted_chosen, wanted_weights = route_reference(logits.cpu(), top_k, renormalize=True)
+    assert torch.equal(chosen.cpu(), wanted_chosen)
+    torch.testing.assert_close(weights.cpu(), wanted_weights, rtol=1e-5, atol=0)
+    whole = kernels.mix_experts(x, chosen, weights, packed)
+    few = slice(-20, None)
+    wanted = mix_experts_reference(
+        x[few].float().cpu(),
+        *(chosen[few].cpu(), weights[few].cpu(), packed.gate_up.float().cpu(), packed.down.float().cpu()),
+    )
+    assert error(whole[few], wanted) < CLOSE[dtype]
+    wrong = []
+    for rows in ROW_COUNTS[:-1]:
+        part = slice(-rows, None)
+        alone = kernels.route(logits[part].contiguous(), top_k, renormalize=True)
+        assert torch.equal(alone[1], weights[part])
+        if not torch.equal(kernels.mix_experts(x[part], *alone, packed), whole[part]):
+            wrong.append(rows)
     assert wrong == []
 
 

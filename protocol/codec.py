@@ -12,7 +12,6 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import orjson
@@ -93,11 +92,12 @@ def encode(message: m.Message) -> bytes:
     return frame
 
 
-Encoded = tuple[Kind, dict[str, object], tuple[Any, ...]]
+#: Kind, header, columns. orjson writes a dataclass as the object of its fields, nested ones too.
+Encoded = tuple[Kind, object, tuple[Any, ...]]
 
 
 def _encode_hello(x: m.Hello) -> Encoded:
-    return Kind.HELLO, asdict(x), ()
+    return Kind.HELLO, x, ()
 
 
 def _encode_welcome(x: m.Welcome) -> Encoded:
@@ -108,12 +108,12 @@ def _encode_welcome(x: m.Welcome) -> Encoded:
         "phase": x.phase,
     }
     if x.serving is not None:
-        header |= asdict(x.serving)
+        header |= {name: getattr(x.serving, name) for name in m.Serving.__slots__}
     return Kind.WELCOME, header, ()
 
 
 def _encode_reject(x: m.Reject) -> Encoded:
-    return Kind.REJECT, asdict(x), ()
+    return Kind.REJECT, x, ()
 
 
 _SUBMIT_COLUMNS = ("prompt_ids", "generated_ids", "sampling", "adapter", "grammar", "group")
@@ -150,15 +150,15 @@ def _encode_submit(x: m.Submit) -> Encoded:
 
 
 def _encode_abort(x: m.Abort) -> Encoded:
-    return Kind.ABORT, asdict(x), ()
+    return Kind.ABORT, x, ()
 
 
 def _encode_beat(x: m.GatewayBeat | m.EngineBeat) -> Encoded:
-    return Kind.BEAT, asdict(x), ()
+    return Kind.BEAT, x, ()
 
 
 def _encode_admitted(x: m.Admitted) -> Encoded:
-    return Kind.ADMITTED, asdict(x), ()
+    return Kind.ADMITTED, x, ()
 
 
 def _encode_step(x: m.Step) -> Encoded:
@@ -184,15 +184,12 @@ def _encode_prompt_logprobs(x: m.PromptLogprobs) -> Encoded:
 
 
 def _encode_finished(x: m.Finished) -> Encoded:
-    header = asdict(x)
-    for name in ("stop_id", "error"):
-        if header[name] is None:
-            del header[name]
+    header = {name: value for name in m.Finished.__slots__ if (value := getattr(x, name)) is not None}
     return Kind.FINISHED, header, ()
 
 
 def _encode_bundle_request(x: m.BundleRequest) -> Encoded:
-    return Kind.BUNDLE_REQUEST, asdict(x), ()
+    return Kind.BUNDLE_REQUEST, x, ()
 
 
 def _encode_bundle_part(x: m.BundlePart) -> Encoded:

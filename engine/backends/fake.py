@@ -213,7 +213,8 @@ class FakeRunner:
             word ^= splitmix64(entered.seed & _MASK64)
         word = splitmix64(word)
         barred = {token for token, bias in sampling.logit_bias if bias <= -_DECISIVE_BIAS}
-        barred |= _completing(sampling.bad_words, slot.ids[len(entered.prompt_ids) :])
+        if sampling.bad_words:
+            barred |= _completing(sampling.bad_words, slot.ids[len(entered.prompt_ids) :])
         if len(slot.ids) - len(entered.prompt_ids) < sampling.min_tokens:
             barred.update(entered.masked_until_min)
         forced = tuple(token for token, bias in sampling.logit_bias if bias >= _DECISIVE_BIAS)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -49,6 +52,23 @@ def test_a_submit_is_answered_with_admitted_steps_and_finished(depth):
     assert [list(step.firsts) for step in steps] == [[0], [1], [2], [3]]
     assert u32([step.ids[0] for step in steps]) == alone(message)
     assert messages[-1] == Finished(5, FinishReason.LENGTH, 6, 0, 4)
+
+
+def test_a_request_leaves_nothing_behind():
+    """Once the pool was filled: not even in CPython's free lists."""
+    loop = Loop(fake_num_blocks=32)
+    first = submit(0, max_tokens=40)
+
+    def serve(handles: range) -> int:
+        for handle in handles:
+            loop.submit(replace(first, handle=handle, prompt_ids=u32([handle] * 20)))
+            loop.settle()
+            loop.delivered.clear()
+        gc.collect(1)  # a full collection would empty the free lists
+        return sys.getallocatedblocks()
+
+    before = serve(range(50))
+    assert serve(range(50, 100)) - before < 40
 
 
 def test_one_step_message_for_each_gateway_and_step():

@@ -199,7 +199,7 @@ async def test_refusals_of_the_dispatcher_are_statuses(
 async def test_an_unforeseen_error_is_a_500_without_its_text(
     gateway: StubGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def crash(_request: GenerationRequest) -> None:
+    async def crash(_request: GenerationRequest, _waited_s: float) -> None:
         raise RuntimeError("secret detail")
 
     gateway.dispatcher.start = crash  # type: ignore[method-assign, assignment]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+import sys
 from array import array
 from dataclasses import replace
 
@@ -195,6 +196,16 @@ def test_golden_bytes_from_an_engine(raw, message):
 )
 def test_encoding_gives_the_golden_header_and_columns(raw, message):
     assert canonical(codec.encode(message)) == canonical(raw)
+
+
+@pytest.mark.parametrize("message", [message for _, message in FROM_GATEWAY + FROM_ENGINE if message is not None])
+def test_encoding_leaves_nothing_behind(message):
+    """Not even in CPython's free lists, where `dataclasses.fields` leaves a tuple with every call."""
+    codec.encode(message)
+    before = sys.getallocatedblocks()
+    for _ in range(100):
+        codec.encode(message)
+    assert sys.getallocatedblocks() - before < 50
 
 
 def test_a_submit_leaves_out_sampling_defaults_and_keeps_its_columns():

@@ -67,6 +67,11 @@ class EngineConfig(Settings):
         description="Devices that the model is divided among. An engine has one so far; `sluicegate check` plans for "
         "more.",
     )
+    kv_cache_dtype: Literal["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"] = Field(
+        "auto",
+        description="Type of the KV pool: auto is that of activations, or fp8 on a CPU where the checkpoint has a "
+        "kv_cache_scheme. fp8 is fp8_e4m3, takes half of bfloat16's memory and the model's scales; on a CPU alone.",
+    )
     max_model_len: int | None = Field(
         None, ge=1, description="Longest sequence, prompt and answer, in tokens; the model's own context if not given."
     )

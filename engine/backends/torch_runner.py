@@ -20,6 +20,7 @@ from engine.host_memory import default_kv_memory_bytes
 from engine.loading.formats import Checkpoint
 from engine.loading.generation import eos_ids, generation_defaults, read_generation_config
 from engine.loading.identity import model_digest, numerics_hash
+from engine.loading.kv_cache import FP8, kv_cache_dtype
 from engine.loading.quantization import NAMES, Quantization, check_described, read_quantization
 from engine.loading.store import ModelError, ModelFolder
 from engine.loading.tokenizers import tokenizer_bundle
@@ -30,10 +31,12 @@ from engine.models.decoder import Decoder
 from engine.models.spec import Family, ModelSpec
 from engine.plan import ModelInfo, Progress, StepPlan, StepResult
 from engine.quant import UNUSED, LinearMethod, method_of
+from engine.quant.kv_cache import read_kv_scales
 
 log = logging.getLogger("engine")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_KV_DTYPES = {**_DTYPES, FP8: kernels.FP8}
 
 
 class RunnerConfig(Protocol):
@@ -45,6 +48,8 @@ class RunnerConfig(Protocol):
     def dtype(self) -> str: ...
     @property
     def quantization(self) -> str | None: ...
+    @property
+    def kv_cache_dtype(self) -> str: ...
     @property
     def max_model_len(self) -> int | None: ...
     @property
@@ -133,7 +138,16 @@ class TorchRunner:
         context_length = _context_length(config.max_model_len, spec)
         if device.type != "cpu":
             _refuse_on_gpu(spec)
-        build = _Build(config, source, device, stored=stored, active=active, context_length=context_length)
+        kv_dtype = kv_cache_dtype(
+            config.kv_cache_dtype, source.quantization, active=_name(active), on_cpu=device.type == "cpu"
+        )
+        build = _Build(
+            *(config, source, device),
+            stored=stored,
+            active=active,
+            kv_dtype=_KV_DTYPES[kv_dtype],
+            context_length=context_length,
+        )
         runner, kv = build.on_cpu(progress) if device.type == "cpu" else build.on_gpu(progress)
         self._runner = runner
         if device.type != "cpu":
@@ -141,7 +155,7 @@ class TorchRunner:
         digest = model_digest(source.folder, source.tokenizer, source.checkpoint)
         return ModelInfo(
             digest=digest,
-            numerics=_numerics(digest, source, device, stored=stored, active=active, context_length=context_length),
+            numerics=build.numerics(digest),
             vocab_size=spec.vocab_size,
             context_length=context_length,
             block_size=kv.block_size,
@@ -175,6 +189,7 @@ class _Build:
     device: torch.device
     stored: torch.dtype
     active: torch.dtype
+    kv_dtype: torch.dtype
     context_length: int
 
     def on_cpu(self, progress: Progress) -> tuple[ModelRunner, KVLayout]:
@@ -215,12 +230,18 @@ class _Build:
         return GpuRunner(model, spec, kv, settings), kv
 
     def _plan_kv(self, memory_bytes: int) -> KVLayout:
+        spec, names = self.source.spec, self.source.family.names
+        scales: tuple[kernels.KVScales, ...] = ()
+        if self.kv_dtype is kernels.FP8:
+            layers = [names.layer.format(number) for number in range(spec.num_layers)]
+            scales = read_kv_scales(self.source.checkpoint, layers, names.qkv)
         return plan_kv(
-            self.source.spec,
+            spec,
             block_size=self.config.block_size,
-            dtype=self.active,
+            dtype=self.kv_dtype,
             memory_bytes=memory_bytes,
             context_length=self.context_length,
+            scales=scales,
         )
 
     def _model(self, progress: Progress) -> Decoder:
@@ -242,6 +263,30 @@ class _Build:
         if isinstance(reader, WeightReader):
             reader.finish(_unused(source))
         return model
+
+    def numerics(self, digest: str) -> str:
+        """The hash of all that decides bits, for a model of this digest."""
+        source, device = self.source, self.device
+        if device.type == "cpu":
+            operators = kernels.numerics_name()
+            name = f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        else:
+            operators = kernels.gpu_numerics_name(device)
+            name = f"cuda {torch.cuda.get_device_name(device)}"
+        return numerics_hash(
+            {
+                "digest": digest,
+                "dtype": str(self.active),
+                "weights": f"{source.method.name} {self.stored}",
+                "rope": max(layer.rope.regime(self.context_length) for layer in source.spec.layers),
+                "kernels": operators,
+                "kv_dtype": str(self.kv_dtype),
+                "tensor_parallel_size": 1,
+                "device": name,
+                "torch": torch.__version__,
+                "reproducible": True,
+            }
+        )
 
 
 def _start(config: RunnerConfig, dtype: torch.dtype) -> torch.device:
@@ -275,7 +320,11 @@ def _dtype_name(asked: str, source: _Source) -> str:
     if source.checkpoint is None:
         return "bfloat16"
     largest = max(source.checkpoint.entries.values(), key=lambda entry: entry.num_bytes)
-    return str(STORED.get(largest.dtype, torch.float32)).removeprefix("torch.")
+    return _name(STORED.get(largest.dtype, torch.float32))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _context_length(asked: int | None, spec: ModelSpec) -> int:
@@ -299,7 +348,7 @@ def _log_quantization(source: _Source, stored: torch.dtype) -> None:
     if source.quantization is not None:
         name = NAMES[source.quantization.method]
         log.info("Loading %s model", name)
-        log.info("Using %s kernel: %s to %s", name, source.method.name, str(stored).removeprefix("torch."))
+        log.info("Using %s kernel: %s to %s", name, source.method.name, _name(stored))
 
 
 def _unused(source: _Source) -> tuple[str, ...]:
@@ -308,34 +357,3 @@ def _unused(source: _Source) -> tuple[str, ...]:
     quantized = () if source.quantization is None else UNUSED
     head = (f"{family.names.head}.weight",) if spec.tied_head else ()
     return (*family.ignored, *quantized, *head)
-
-
-def _numerics(
-    digest: str,
-    source: _Source,
-    device: torch.device,
-    *,
-    stored: torch.dtype,
-    active: torch.dtype,
-    context_length: int,
-) -> str:
-    if device.type == "cpu":
-        operators = kernels.numerics_name()
-        name = f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    else:
-        operators = kernels.gpu_numerics_name(device)
-        name = f"cuda {torch.cuda.get_device_name(device)}"
-    return numerics_hash(
-        {
-            "digest": digest,
-            "dtype": str(active),
-            "weights": f"{source.method.name} {stored}",
-            "rope": max(layer.rope.regime(context_length) for layer in source.spec.layers),
-            "kernels": operators,
-            "kv_dtype": str(active),
-            "tensor_parallel_size": 1,
-            "device": name,
-            "torch": torch.__version__,
-            "reproducible": True,
-        }
-    )

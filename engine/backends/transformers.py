@@ -94,6 +94,8 @@ class TransformersRunner:
             raise ModelError(f"--load-format {config.load_format}: the transformers backend reads safetensors alone.")
         if config.quantization is not None:
             raise ModelError("--quantization is torch_runner's; a checkpoint's own is read without it.")
+        if config.kv_cache_dtype != "auto":
+            raise ModelError("--kv-cache-dtype is torch_runner's; here keys and values have the model's type.")
         folder = ModelFolder(Path(config.model))
         tokenizer = tokenizer_bundle(folder)
         generation = read_generation_config(folder)

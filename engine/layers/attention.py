@@ -15,6 +15,7 @@ class LayerCache:
 
     keys: Tensor
     values: Tensor
+    scales: kernels.KVScales = kernels.UNSCALED
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,5 +67,6 @@ class Attention:
             window=self._window,
             soft_cap=self._soft_cap,
             norms=self._norms,
+            scales=cache.scales,
         )
         return out.view(qkv.shape[0], -1)

@@ -29,6 +29,11 @@ class Quantization:
     source: str
     values: Mapping[str, object]
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether weights are stored quantized, and not made so at load, nor only keys and values quantized."""
+        return bool(self.values) and self.values.get("config_groups") != {}
+
     def inner(self, name: str) -> Quantization:
         """The object under `name`. Raises ModelError when it is none."""
         value = self.values.get(name)
@@ -117,7 +122,7 @@ def check_described(quantization: Quantization | None, tensors: Iterable[str], f
             f"{_KEYS[0]}, and there is neither {_FILES[0]} (GPTQ) nor {_FILES[1]} (AWQ). Copy the file that the "
             f"quantizing tool wrote into the folder."
         )
-    if quantization is not None and quantization.values and name is None:
+    if quantization is not None and quantization.has_weights and name is None:
         raise ModelError(
             f"{quantization.source} says that the weights in {folder.path} are quantized ({quantization.method}), but "
             f"none is. Fetch the quantized weights, or remove what says so."

@@ -10,17 +10,20 @@ One file a question: `files` (all there and whole?), `tensors` (as config.json s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from engine.loading.formats import TensorEntry
 from engine.loading.generation import eos_ids, generation_defaults, read_generation_config
+from engine.loading.kv_cache import kv_cache_dtype
+from engine.loading.quantization import read_quantization
 from engine.loading.store import ModelError, ModelFolder
 from engine.models import FAMILIES, family_of
 from engine.models.config import ConfigFields
 from engine.models.layout import layout_of
 from engine.models.spec import Family, ModelSpec
 from engine.preflight.files import check_files
-from engine.preflight.memory import check_parallel, plan_memory
+from engine.preflight.memory import active_dtype, check_parallel, plan_memory
 from engine.preflight.quantization import check_quantization
 from engine.preflight.report import Report
 from engine.preflight.tensors import check_tensors
@@ -55,7 +58,8 @@ def check(path: Path, wanted: Wanted, *, name: str | None = None) -> Report:
         if entries:
             check_tensors(entries, layout, stored, family, spec, report)
         check_parallel(spec, wanted.tensor_parallel_size, wanted.device, report)
-        plan_memory(spec, layout, _dtype(spec, wanted, entries or {}, report), wanted, report)
+        dtype = _dtype(spec, wanted, entries or {}, report)
+        plan_memory(spec, layout, dtype, _kv_dtype(folder, dtype, wanted, report), wanted, report)
     check_tokenizer(folder, None if spec is None else spec.vocab_size, report)
     _check_generation(folder, config, spec, report)
     return report
@@ -114,6 +118,23 @@ def _dtype(spec: ModelSpec, wanted: Wanted, entries: Mapping[str, TensorEntry], 
         )
     report.fact("dtype", dtype)
     return dtype
+
+
+def _kv_dtype(folder: ModelFolder, dtype: str, wanted: Wanted, report: Report) -> str:
+    """The pool's type. Whether an engine with --device auto has a GPU is not known here; then it is not judged."""
+    active = active_dtype(dtype, wanted.device)
+    on_cpu = wanted.device.kind == "cpu" or wanted.device.memory is None
+    quantization = None
+    with suppress(ModelError):  # reported with the weights
+        quantization = read_quantization(folder, None)
+    try:
+        found = kv_cache_dtype(wanted.kv_cache_dtype, quantization, active=active, on_cpu=on_cpu)
+    except ModelError as error:
+        report.problem("KV cache", str(error))
+        return active
+    if found != active:
+        report.fact("KV cache", found)
+    return found
 
 
 def _check_generation(folder: ModelFolder, config: dict[str, object], spec: ModelSpec | None, report: Report) -> None:

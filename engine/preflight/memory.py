@@ -18,7 +18,7 @@ _PARALLEL = "tensor parallel"
 #: An engine's own limit: a start refuses what a plan only remarks. With one {} for the size.
 ONE_DEVICE = "--tensor-parallel-size {}: an engine runs a model on one device so far."
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 #: Values are padded to a multiple of this many dimensions in the pool (`kernels.kv_cache_shapes`).
 _LANES = 16
@@ -55,17 +55,24 @@ def check_parallel(spec: ModelSpec, size: int, device: Device, report: Report) -
         )
 
 
-def plan_memory(spec: ModelSpec, layout: ModelLayout, dtype: str, wanted: Wanted, report: Report) -> None:
-    """Fill in `report.memory`, with a problem where not even one sequence fits."""
+def active_dtype(dtype: str, device: Device) -> str:
+    """That of activations. The CPU computes float16 in float32: only the weights stay as small as they are."""
+    return "float32" if device.kind == "cpu" and dtype == "float16" else dtype
+
+
+def plan_memory(
+    spec: ModelSpec, layout: ModelLayout, dtype: str, kv_dtype: str, wanted: Wanted, report: Report
+) -> None:
+    """Fill in `report.memory`, with a problem where not even one sequence fits. Weights are of `dtype`."""
     device, size, context = wanted.device, wanted.tensor_parallel_size, _context_length(spec, wanted, report)
     on_cpu = device.kind == "cpu"
-    # The CPU computes float16 in float32: only the weights stay as small as they are.
-    active = "float32" if on_cpu and dtype == "float16" else dtype
     weights = _weight_bytes(layout, size) * ITEM_BYTES[dtype]
-    work = _step_bytes(spec, wanted, ITEM_BYTES[active], size) + (0 if on_cpu else _GPU_RESERVE)
+    work = _step_bytes(spec, wanted, ITEM_BYTES[active_dtype(dtype, wanted.device)], size) + (
+        0 if on_cpu else _GPU_RESERVE
+    )
     kv_heads = math.ceil(spec.num_kv_heads / size)
     padded = math.ceil(spec.head_dim / _LANES) * _LANES
-    per_token = spec.num_layers * kv_heads * (spec.head_dim + padded) * ITEM_BYTES[active]
+    per_token = spec.num_layers * kv_heads * (spec.head_dim + padded) * ITEM_BYTES[kv_dtype]
     total, pool = _pool_bytes(wanted, weights, work, on_disk=_weight_bytes(layout, 1) * ITEM_BYTES[dtype])
     tokens = longest = sequences = None
     if pool is not None and _check_block_size(wanted.block_size, report):

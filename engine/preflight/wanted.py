@@ -24,6 +24,7 @@ class Wanted:
     gpu_memory_utilization: float
     tensor_parallel_size: int = 1
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
 
     @classmethod
     def by(cls, config: EngineConfig, device: Device) -> Wanted:
@@ -41,4 +42,5 @@ class Wanted:
             gpu_memory_utilization=config.gpu_memory_utilization,
             tensor_parallel_size=config.tensor_parallel_size,
             quantization=config.quantization,
+            kv_cache_dtype=config.kv_cache_dtype,
         )

@@ -93,8 +93,8 @@ METHODS = {
     "gptq": "engine.quant.gptq:method",
 }
 
-#: Endings of tensors beside quantized weights that have no use here: KV and activations stay in the model's dtype.
-UNUSED = (".input_scale", ".input_zero_point", ".q_scale", ".k_scale", ".v_scale")
+#: Endings of tensors beside quantized weights that no linear layer takes: scales of activations, and of the KV cache.
+UNUSED = (".input_scale", ".input_zero_point", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
 
 
 def method_of(quantization: Quantization | None) -> LinearMethod:

@@ -17,6 +17,7 @@ class Settings:
     model: str | None
     dtype: str = "auto"
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
     kv_cache_memory_bytes: int | None = 32 * 2**20

@@ -361,6 +361,26 @@ def test_groups_of_another_size(tmp_path: Path, method: str, where: str, tensor:
     ]
 
 
+def test_kv_cache_in_fp8(tmp_path: Path) -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    described = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    scales: Tensors = {f"model.layers.{n}.self_attn.{p}_scale": ("F32", (1,)) for n in range(4) for p in "kv"}
+    folder = write_model(tmp_path / "m", CONFIG | {"quantization_config": described}, tensors_of(CONFIG) | scales)
+    on_cpu = replace(WANTED, device=Device("cpu", "CPU"), max_model_len=1024, kv_cache_memory_bytes=2**30)
+    report = check(folder, on_cpu)
+    assert [str(problem) for problem in report.problems] == []
+    assert facts(report)["quantization"].startswith("none of weights; scales of keys and values (config.json: ")
+    assert facts(report)["KV cache"] == "fp8"
+    wide = check(folder, replace(on_cpu, kv_cache_dtype="bfloat16")).memory
+    assert report.memory is not None
+    assert wide is not None
+    assert report.memory.kv_per_token == wide.kv_per_token // 2 == 4 * 2 * 8 * 128
+    assert report.memory.max_sequences == 2 * (wide.max_sequences or 0) == 128
+    assert problems(folder) == []
+    (found,) = problems(folder, kv_cache_dtype="fp8")
+    assert found.startswith("--kv-cache-dtype fp8: a GPU's pool has the type of activations, bfloat16.")
+
+
 def test_quantized_without_a_word_of_it(tmp_path: Path) -> None:
     _, tensors = quantized("gptq")
     found = problems(write_model(tmp_path / "m", CONFIG, tensors))

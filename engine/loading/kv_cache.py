@@ -1,0 +1,41 @@
+"""Which type the KV pool has. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from engine.loading.quantization import Quantization
+from engine.loading.store import ModelError
+
+FP8 = "fp8"
+
+_NAMES_OF_FP8 = (FP8, "fp8_e4m3")
+
+#: What `kv_cache_scheme` of a checkpoint made for FP8 says; other keys have no meaning here.
+_SCHEME: dict[str, object] = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+def kv_cache_dtype(asked: str, quantization: Quantization | None, *, active: str, on_cpu: bool) -> str:
+    """The pool's dtype ("float32", "bfloat16", "float16", "fp8") for --kv-cache-dtype `asked`.
+
+    `active` is the dtype of activations. "auto" is `active`, but FP8 on a CPU where the checkpoint was made
+    for it. Raises ModelError for what there is not.
+    """
+    made_for_fp8 = quantization is not None and quantization.values.get("kv_cache_scheme") is not None
+    if asked == "auto":
+        asked = FP8 if made_for_fp8 and on_cpu else active
+    elif asked in _NAMES_OF_FP8:
+        asked = FP8
+    if not on_cpu and asked != active:
+        raise ModelError(
+            f"--kv-cache-dtype {asked}: a GPU's pool has the type of activations, {active}. Leave it out, or use "
+            f"--device cpu."
+        )
+    if asked == FP8 and made_for_fp8:
+        assert quantization is not None
+        _check_scheme(quantization.inner("kv_cache_scheme"))
+    return asked
+
+
+def _check_scheme(scheme: Quantization) -> None:
+    for name, expected in _SCHEME.items():
+        if scheme.values.get(name, expected) != expected:
+            raise scheme.error(name, f"must be {expected!r}; --kv-cache-dtype bfloat16 does without its scales")

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from engine.loading.kv_cache import kv_cache_dtype
+from engine.loading.quantization import Quantization
+from engine.loading.store import ModelError
+
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+def made_for_fp8(**change: object) -> Quantization:
+    return Quantization("compressed-tensors", "config.json: quantization_config", {"kv_cache_scheme": SCHEME | change})
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_cpu", "fp8_checkpoint", "expected"),
+    [
+        ("auto", True, False, "bfloat16"),
+        ("auto", True, True, "fp8"),
+        ("auto", False, True, "bfloat16"),
+        ("bfloat16", True, True, "bfloat16"),
+        ("float16", True, False, "float16"),
+        ("bfloat16", False, False, "bfloat16"),
+        ("fp8", True, False, "fp8"),
+        ("fp8_e4m3", True, True, "fp8"),
+    ],
+)
+def test_what_is_asked(asked: str, on_cpu: bool, fp8_checkpoint: bool, expected: str) -> None:
+    quantization = made_for_fp8() if fp8_checkpoint else Quantization("gptq", "quantize_config.json", {"bits": 4})
+    assert kv_cache_dtype(asked, quantization, active="bfloat16", on_cpu=on_cpu) == expected
+    if not fp8_checkpoint:
+        assert kv_cache_dtype(asked, None, active="bfloat16", on_cpu=on_cpu) == expected
+
+
+@pytest.mark.parametrize("asked", ["fp8", "fp8_e4m3", "float16"])
+def test_on_a_gpu(asked: str) -> None:
+    with pytest.raises(
+        ModelError, match=rf"--kv-cache-dtype {asked[:3]}.*type of activations, bfloat16\. Leave it out"
+    ):
+        kv_cache_dtype(asked, None, active="bfloat16", on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"type": "int"}, r"kv_cache_scheme: type is 'int'; it must be 'float'; --kv-cache-dtype bfloat16 does"),
+        ({"strategy": "attn_head"}, "strategy is 'attn_head'; it must be 'tensor'"),
+        ({"dynamic": True}, "dynamic is True; it must be False"),
+    ],
+)
+@pytest.mark.parametrize("asked", ["auto", "fp8"])
+def test_other_schemes(asked: str, change: dict[str, object], text: str) -> None:
+    with pytest.raises(ModelError, match=text):
+        kv_cache_dtype(asked, made_for_fp8(**change), active="bfloat16", on_cpu=True)
+    assert kv_cache_dtype("bfloat16", made_for_fp8(**change), active="bfloat16", on_cpu=True) == "bfloat16"

@@ -82,6 +82,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "kill": trials.kill,
     "soak": trials.soak,
     "gateway": trials.gateway,
+    "gpu": trials.gpu,
 }
 
 

@@ -121,15 +121,20 @@ class Outcome:
 
 
 async def complete(client: HttpClient, target: Target, prompt: Prompt) -> Outcome:
-    """Sends one request and reads its stream to the end. Every failure is an outcome; nothing is retried."""
-    body, stream = target.body(prompt), _StreamMeter()
+    """Sends `prompt` and reads the answer's stream to the end. Every failure is an outcome; nothing is retried."""
+    return await exchange(client, target.endpoint, target.body(prompt), target.timeout_s)
+
+
+async def exchange(client: HttpClient, endpoint: Endpoint, body: bytes, timeout_s: float) -> Outcome:
+    """The same for a body of any making."""
+    stream = _StreamMeter()
     failure: Failure | None = None
     sent_at = time.perf_counter()
     try:
-        async with asyncio.timeout(target.timeout_s):
-            await client.post(target.endpoint.path, body, stream)
+        async with asyncio.timeout(timeout_s):
+            await client.post(endpoint.path, body, stream)
     except TimeoutError:  # an OSError too, so it comes first
-        failure = Failure(FailureKind.TIMEOUT, f"not complete after {target.timeout_s:g} s")
+        failure = Failure(FailureKind.TIMEOUT, f"not complete after {timeout_s:g} s")
     except OSError as error:
         failure = Failure(FailureKind.CONNECT, str(error))
     except ConnectionLost as error:

@@ -80,7 +80,14 @@ class Program:
 class Pair:
     """An engine and a gateway, joined by a socket in a private folder. Both run inside `async with`."""
 
-    def __init__(self, engine_flags: Sequence[str], gateway_flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        engine_flags: Sequence[str],
+        gateway_flags: Sequence[str] = (),
+        *,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        self._start_timeout_s = start_timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="sg-"))  # a socket's path has at most 107 bytes
         address = f"ipc://{self._folder}/engine.sock"
         http_port, metrics_port = _free_ports(2)
@@ -91,7 +98,8 @@ class Pair:
         self.gateway = Program(
             ["gateway", f"--engine={address}", f"--port={http_port}", *gateway_flags], self._folder / "gateway.log"
         )
-        self.client = HttpClient(f"http://127.0.0.1:{http_port}")
+        self.url = f"http://127.0.0.1:{http_port}"
+        self.client = HttpClient(self.url)
         self._engine_client = HttpClient(f"http://127.0.0.1:{metrics_port}", keep_alive=False)
 
     async def __aenter__(self) -> Self:
@@ -113,12 +121,12 @@ class Pair:
 
     async def wait_until_ready(self) -> None:
         """Until the gateway has an engine that serves. Raises ServerFailed."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + self._start_timeout_s
         while await self.status("/ready") != 200:
             self.engine.check()
             self.gateway.check()
             if time.monotonic() > deadline:
-                raise ServerFailed(self.engine.describe(f"it does not serve after {START_TIMEOUT_S:g} s"))
+                raise ServerFailed(self.engine.describe(f"it does not serve after {self._start_timeout_s:g} s"))
             await asyncio.sleep(_POLL_S)
 
     async def status(self, path: str) -> int:

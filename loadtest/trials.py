@@ -1,9 +1,9 @@
-"""The commands `kill`, `soak` and `gateway`: options to a trial, its report to a file and the terminal."""
+"""The commands `kill`, `soak`, `gateway` and `gpu`: options to a trial, its report to a file and the terminal."""
 
 import argparse
 import sys
 from collections.abc import Coroutine, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 import orjson
 import uvloop
 
-from loadtest import chaos, gateway_report
+from loadtest import chaos, gateway_report, gpu_report
 from loadtest import gateway as fronting
+from loadtest import gpu as computing
 from loadtest import soak as soaking
 from loadtest.arguments import natural, positive, positive_int, share
 
@@ -130,6 +131,28 @@ def gateway(arguments: Sequence[str]) -> int:
         plot = gateway_report.draw(report, options.output.with_suffix(".png"))
         options.output.with_suffix(".md").write_text(f"{table}\n![{plot.stem}]({plot.name})\n")
     return 1 if report.has_joined_tokens else 0
+
+
+def gpu(arguments: Sequence[str]) -> int:
+    """0 once everything is measured; a missed target is a measurement."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest gpu",
+        description="Measure decoding, prefill, throughput, HTTP and start-up of two models on this machine's GPU.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--repeats", type=positive_int, default=computing.FULL.repeats, metavar="N", help="default: 3")
+    parser.add_argument("--http", action=argparse.BooleanOptionalAction, default=True, help="HTTP and starts, too")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="write the report there, its table and plot beside")
+    options = parser.parse_args(arguments)
+    plan = replace(computing.FULL, repeats=options.repeats, http=computing.FULL.http if options.http else ())
+    report = computing.measure(plan, ["python", "-m", "loadtest", "gpu", *arguments], _tell)
+    table = gpu_report.table(report)
+    _show(table)
+    if options.output is not None:
+        options.output.write_bytes(orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2) + b"\n")
+        plot = gpu_report.draw(report, options.output.with_suffix(".png"))
+        options.output.with_suffix(".md").write_text(f"{table}\n![{plot.stem}]({plot.name})\n")
+    return 0
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:

@@ -1,0 +1,189 @@
+"""What a model takes on a GPU through the whole control plane: `python -m loadtest gpu`.
+
+Each model is measured by `LLM.generate` in a process of its own (`gpu_offline`), with random weights. Then the first
+one is written to disk, started cold and warm, and asked over HTTP by clients in processes of their own (`gpu_clients`).
+Nothing but the program's own defaults is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import orjson
+
+from loadtest.gpu_clients import Level
+from loadtest.machine import Hardware, read_code, read_hardware, read_versions
+from loadtest.servers import Pair, TrialError
+from loadtest.shapes import SHAPES, write_folder
+from loadtest.stats import percentile
+
+_START_TIMEOUT_S = 240.0  # of the first start, which compiles every kernel
+_TOKENS = 128  # of a prompt and of an answer over HTTP
+_CLIENTS_A_PROCESS = 64
+_HEAD_START_S = 2.0  # for client processes to be up before they begin together
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLevel:
+    """So many clients at a time, before so many gateway processes on one port."""
+
+    clients: int
+    gateways: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run. `offline` names a shape and its measures, in `gpu_offline`'s words."""
+
+    offline: Mapping[str, Sequence[str]]
+    http: Sequence[HttpLevel]
+    repeats: int
+    device: str
+
+
+LLAMA = (
+    *(f"decode:{batch}" for batch in (1, 16, 64, 256)),
+    *("prefill:1x8192", "prefill:16x2048", "ttft:128", "ttft:1024", "ttft:32768", "hit:8192", "tok_s"),
+)
+QWEN = ("decode:1", "decode:64", "tok_s")
+FULL = Plan(
+    offline={"llama8b": LLAMA, "qwen06b": QWEN},
+    http=(HttpLevel(64, 1, 512), HttpLevel(256, 2, 1024)),
+    repeats=3,
+    device="cuda",
+)
+
+#: Where a measure's median goes in the results, by the first word of its name.
+_PLACES: dict[str, Callable[[str], tuple[str, ...]]] = {
+    "decode": lambda of: ("decode_ms", of),
+    "prefill": lambda of: ("prefill_tok_s", of),
+    "ttft": lambda of: ("ttft_ms", of),
+    "hit": lambda of: ("ttft_ms", f"{of}_hit"),
+    "tok_s": lambda of: ("offline_tok_s",),
+    "load_s": lambda of: ("load_s",),
+}
+
+
+@dataclass(slots=True)
+class Report:
+    """`results` are medians by name, nested; `values` all measurements by dotted name."""
+
+    command: list[str]
+    started: str  # ISO 8601, UTC
+    commit: str | None
+    dirty: bool | None
+    hardware: Hardware
+    versions: Mapping[str, str]
+    results: dict[str, object] = field(default_factory=dict)
+    values: dict[str, list[float]] = field(default_factory=dict)
+    wall_s: float = 0.0
+
+    def add(self, path: Sequence[str], values: Sequence[float]) -> None:
+        """Takes in the repeats of one measure."""
+        self.values[".".join(path)] = list(values)
+        *branch, leaf = path
+        place = self.results
+        for name in branch:
+            inner = place.setdefault(name, {})
+            assert isinstance(inner, dict)
+            place = inner
+        place[leaf] = statistics.median(values)
+
+
+def measure(plan: Plan, command: list[str], tell: Callable[[str], None]) -> Report:
+    """Everything in `plan`. Raises TrialError for a child that fails, ServerFailed for a server that does not serve."""
+    code = read_code()
+    begun = time.monotonic()
+    report = Report(
+        command=command,
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        commit=code.commit,
+        dirty=code.dirty,
+        hardware=read_hardware(),
+        versions=read_versions(),
+    )
+    with TemporaryDirectory(prefix="sg-gpu-") as folder:
+        for shape, measures in plan.offline.items():
+            tell(f"{shape}: {' '.join(measures)}")
+            _offline(plan, shape, measures, Path(folder), report)
+        if plan.http:
+            asyncio.run(_serve(plan, Path(folder), report, tell))
+    report.wall_s = round(time.monotonic() - begun, 1)
+    return report
+
+
+def _offline(plan: Plan, shape: str, measures: Sequence[str], folder: Path, report: Report) -> None:
+    model = folder / shape
+    write_folder(SHAPES[shape], model)
+    flags = [f"--vocab={SHAPES[shape].vocab - 1}", f"--repeats={plan.repeats}", f"--device={plan.device}"]
+    for line in _child("gpu_offline", str(model), *measures, *flags).splitlines():
+        found = orjson.loads(line)
+        kind, _, of = found["name"].partition(":")
+        report.add((shape, *_PLACES[kind](of)), found["values"])
+
+
+def _child(module: str, *arguments: str) -> bytes:
+    """What `python -m loadtest.MODULE` prints. Raises TrialError with the end of its errors."""
+    done = subprocess.run([sys.executable, "-m", f"loadtest.{module}", *arguments], capture_output=True, check=False)
+    if done.returncode:
+        raise TrialError(f"{module} {' '.join(arguments)}:\n{done.stderr.decode(errors='replace')[-2000:]}")
+    return done.stdout
+
+
+async def _serve(plan: Plan, folder: Path, report: Report, tell: Callable[[str], None]) -> None:
+    """Starts of the first model from its files, which the page cache holds; then HTTP, a start for each level."""
+    shape = next(iter(plan.offline))
+    model = folder / f"{shape}-weights"
+    tell(f"{shape}: writing weights")
+    await asyncio.to_thread(_child, "shapes", shape, str(model))
+    engine_flags = (str(model), f"--device={plan.device}", f"--cache-dir={folder / 'cache'}")
+    tell("start without compiled kernels")
+    begun = time.monotonic()
+    async with Pair(engine_flags, start_timeout_s=_START_TIMEOUT_S):
+        report.add(("startup_s", "cold"), [time.monotonic() - begun])
+    warm = []
+    for level in plan.http:
+        tell(f"start, then {level.clients} clients of {level.gateways} gateway processes")
+        begun = time.monotonic()
+        async with Pair(engine_flags, (f"--workers={level.gateways}",), start_timeout_s=_START_TIMEOUT_S) as pair:
+            warm.append(time.monotonic() - begun)
+            await _http(pair, str(model), SHAPES[shape].vocab - 1, level, plan.repeats, report)
+    report.add(("startup_s", "warm"), warm)
+
+
+async def _http(pair: Pair, model: str, vocab: int, level: HttpLevel, repeats: int, report: Report) -> None:
+    rates, gaps, firsts = [], [], []
+    for repeat in range(repeats + 1):
+        runs = await _clients(pair.url, model, vocab, level, seed=repeat * 1000)
+        if not repeat:  # it warms up
+            continue
+        wall_s = max(run.ended for run in runs) - min(run.began for run in runs)
+        rates.append(sum(run.num_tokens for run in runs) / wall_s)
+        gaps.append(1e3 * percentile(sorted(gap for run in runs for gap in run.itl_s), 99))
+        firsts.append(1e3 * percentile(sorted(first for run in runs for first in run.ttft_s), 50))
+    report.add(("http", "tok_s", str(level.clients)), rates)
+    report.add(("http", "itl_p99_ms", str(level.clients)), gaps)
+    report.add(("http", "ttft_p50_ms", str(level.clients)), firsts)
+
+
+async def _clients(url: str, model: str, vocab: int, level: HttpLevel, seed: int) -> list[Level]:
+    """The output of each client process; all begin at one moment."""
+    processes = -(-level.clients // _CLIENTS_A_PROCESS)
+    begin = time.monotonic() + _HEAD_START_S
+    share = [f"--clients={level.clients // processes}", f"--requests={level.requests // processes}"]
+    tokens = [f"--prompt-tokens={_TOKENS}", f"--output-tokens={_TOKENS}", f"--vocab={vocab}"]
+    flags = [url, f"--model={model}", f"--at={begin}", *share, *tokens]
+    children = (
+        asyncio.to_thread(_child, "gpu_clients", *flags, f"--seed={seed + number}") for number in range(processes)
+    )
+    return [Level(**orjson.loads(printed)) for printed in await asyncio.gather(*children)]

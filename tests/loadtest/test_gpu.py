@@ -1,0 +1,97 @@
+"""The GPU measurement: its folders, its arithmetic, and one small run on a CPU from end to end."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from loadtest import gpu_report
+from loadtest.gpu import HttpLevel, Plan, Report, measure
+from loadtest.machine import read_hardware
+from loadtest.shapes import SHAPES, write_folder, write_weights
+
+MEASURES = ("decode:2", "prefill:2x64", "ttft:64", "hit:64")
+
+
+@pytest.fixture
+def report() -> Report:
+    return Report(["python"], "now", "c" * 40, False, read_hardware(), {"torch": "2"})
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen06b", pytest.param("llama8b", marks=pytest.mark.slow)])
+def test_sizes_are_the_models_own(name: str, tmp_path: Path) -> None:
+    shape = SHAPES[name]
+    write_folder(shape, tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    weights = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    if shape.tied:
+        del weights["lm_head.weight"]
+    assert dict(shape.tensors()) == weights
+    head = shape.vocab * shape.hidden
+    matrices = sum(value.numel() for key, value in model.named_parameters() if value.dim() == 2)
+    assert shape.step_weight_bytes == 2 * (matrices - (0 if shape.tied else head))
+
+
+def test_weights_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadtest.shapes.BYTES_A_SHARD", 100_000)
+    shape = SHAPES["tiny"]
+    write_folder(shape, tmp_path)
+    total = write_weights(shape, tmp_path)
+    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    assert total == sum(2 * value.numel() for value in model.state_dict().values())
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 1
+    with safe_open(shards[0], "pt") as shard:
+        values = shard.get_tensor("model.embed_tokens.weight").float()
+    assert values.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_every_id_is_text(tmp_path: Path) -> None:
+    write_folder(SHAPES["llama8b"], tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 128256
+    for token in (1000, 4351, 4352, 70_000, 128_254):
+        assert len(tokenizer.decode([token])) in (2, 3)
+    assert tokenizer.decode([128_255]) == ""
+
+
+def test_floors() -> None:
+    """Those that the figures of vLLM were published with."""
+    for batch, ms in {1: 3.57, 16: 4.05, 64: 5.57, 256: 11.64}.items():
+        assert gpu_report.floor(f"llama8b.decode_ms.{batch}") == pytest.approx(ms, abs=0.01)
+    assert gpu_report.floor("qwen06b.decode_ms.64") == pytest.approx(2.05, abs=0.01)
+    assert 8192 / gpu_report.floor("llama8b.prefill_tok_s.1x8192") == pytest.approx(0.1689, abs=0.001)
+    assert gpu_report.floor("llama8b.ttft_ms.128") == pytest.approx(3.5, abs=0.1)
+    assert gpu_report.floor("startup_s.warm") is None
+
+
+def test_a_table_says_what_is_missed(report: Report) -> None:
+    report.add(("llama8b", "decode_ms", "1"), [4.3, 4.9, 4.39])
+    report.add(("llama8b", "prefill_tok_s", "1x8192"), [35_000.0])
+    report.add(("http", "tok_s", "256"), [14_000.0])
+    rows = gpu_report.table(report).splitlines()
+    assert rows[2] == "| llama8b.decode_ms.1 | 4.81 | 4.4 | 4 | 3.57 | 4.39 | 0.91 | 1.23 |"
+    assert "| 35,000, missed | 0.91 |" in rows[3]
+    assert rows[4] == "| http.tok_s.256 | 9,108 | 13,500 | 16,000 | – | 14,000 | 1.54 | – |"
+    assert report.results["llama8b"] == {"decode_ms": {"1": 4.39}, "prefill_tok_s": {"1x8192": 35_000.0}}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # three starts, one of which compiles
+def test_a_small_run(tmp_path: Path) -> None:
+    plan = Plan(offline={"tiny": MEASURES}, http=(HttpLevel(2, 1, 4),), repeats=2, device="cpu")
+    told: list[str] = []
+    report = measure(plan, ["python"], told.append)
+    names = {"tiny.load_s", "tiny.decode_ms.2", "tiny.prefill_tok_s.2x64", "tiny.ttft_ms.64", "tiny.ttft_ms.64_hit"}
+    names |= {"http.tok_s.2", "http.itl_p99_ms.2", "http.ttft_p50_ms.2", "startup_s.cold", "startup_s.warm"}
+    assert set(report.values) == names
+    assert all(value > 0 for values in report.values.values() for value in values)
+    assert len(report.values["tiny.decode_ms.2"]) == len(report.values["http.tok_s.2"]) == 2
+    assert len(told) == 4
+    assert gpu_report.draw(report, tmp_path / "roofline.png").stat().st_size > 10_000

@@ -30,6 +30,7 @@ from engine.models.config import ConfigFields
 from engine.models.decoder import Decoder
 from engine.models.spec import Family, ModelSpec
 from engine.plan import ModelInfo, Progress, StepPlan, StepResult
+from engine.preflight.devices import USE_HALF, lacks_bfloat16
 from engine.quant import UNUSED, LinearMethod, method_of
 from engine.quant.kv_cache import read_kv_scales
 
@@ -297,6 +298,10 @@ def _start(config: RunnerConfig, dtype: torch.dtype) -> torch.device:
         _start_cpu(config)
         return torch.device("cpu")
     device = torch.device("cuda", torch.cuda.current_device())
+    if dtype is torch.bfloat16:
+        lacking = lacks_bfloat16(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+        if lacking is not None:
+            raise ModelError(f"{lacking} {USE_HALF}")
     kernels.start_gpu(device, dtype, config.cache_dir / "kernels")
     return device
 
@@ -345,7 +350,7 @@ def _refuse_on_gpu(spec: ModelSpec) -> None:
 
 
 def _log_quantization(source: _Source, stored: torch.dtype) -> None:
-    if source.quantization is not None:
+    if source.quantization is not None and source.quantization.of_weights:
         name = NAMES[source.quantization.method]
         log.info("Loading %s model", name)
         log.info("Using %s kernel: %s to %s", name, source.method.name, _name(stored))

@@ -30,9 +30,9 @@ class Quantization:
     values: Mapping[str, object]
 
     @property
-    def has_weights(self) -> bool:
-        """Whether weights are stored quantized, and not made so at load, nor only keys and values quantized."""
-        return bool(self.values) and self.values.get("config_groups") != {}
+    def of_weights(self) -> bool:
+        """Whether weights are quantized, in the files or as they are loaded, and not keys and values alone."""
+        return self.values.get("config_groups") != {}
 
     def inner(self, name: str) -> Quantization:
         """The object under `name`. Raises ModelError when it is none."""
@@ -122,7 +122,7 @@ def check_described(quantization: Quantization | None, tensors: Iterable[str], f
             f"{_KEYS[0]}, and there is neither {_FILES[0]} (GPTQ) nor {_FILES[1]} (AWQ). Copy the file that the "
             f"quantizing tool wrote into the folder."
         )
-    if quantization is not None and quantization.has_weights and name is None:
+    if quantization is not None and quantization.values and quantization.of_weights and name is None:
         raise ModelError(
             f"{quantization.source} says that the weights in {folder.path} are quantized ({quantization.method}), but "
             f"none is. Fetch the quantized weights, or remove what says so."

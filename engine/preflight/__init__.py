@@ -22,6 +22,7 @@ from engine.models import FAMILIES, family_of
 from engine.models.config import ConfigFields
 from engine.models.layout import layout_of
 from engine.models.spec import Family, ModelSpec
+from engine.preflight.devices import USE_HALF, lacks_bfloat16
 from engine.preflight.files import check_files
 from engine.preflight.memory import active_dtype, check_parallel, plan_memory
 from engine.preflight.quantization import check_quantization
@@ -29,9 +30,6 @@ from engine.preflight.report import Report
 from engine.preflight.tensors import check_tensors
 from engine.preflight.tokenizer import check_tokenizer
 from engine.preflight.wanted import Wanted
-
-#: The first GPUs that compute bfloat16 (Ampere).
-_BFLOAT16_SINCE = (8, 0)
 
 #: safetensors' name of a type to ours, for configs that do not say.
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -109,13 +107,10 @@ def _dtype(spec: ModelSpec, wanted: Wanted, entries: Mapping[str, TensorEntry], 
         stored = "bfloat16" if largest is None else _DTYPES.get(largest.dtype, "float32")
         dtype = spec.dtype or stored
     capability = wanted.device.capability
-    if dtype == "bfloat16" and capability is not None and capability < _BFLOAT16_SINCE:
-        report.problem(
-            "dtype",
-            f"bfloat16 needs a GPU of compute capability 8.0 or more; {wanted.device.name} has "
-            f"{capability[0]}.{capability[1]}.",
-            "Use --dtype float16.",
-        )
+    if dtype == "bfloat16" and capability is not None:
+        lacking = lacks_bfloat16(wanted.device.name, capability)
+        if lacking is not None:
+            report.problem("dtype", lacking, USE_HALF)
     report.fact("dtype", dtype)
     return dtype
 

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 _QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits")
 _QUERY_S = 5.0
 
+#: The first GPUs that compute bfloat16 (Ampere).
+_BFLOAT16_SINCE = (8, 0)
+
+#: What to do where there is no bfloat16.
+USE_HALF = "Use --dtype float16."
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -18,6 +24,16 @@ class Device:
     memory: int | None = None
     count: int = 1
     capability: tuple[int, int] | None = None
+
+
+def lacks_bfloat16(name: str, capability: tuple[int, int]) -> str | None:
+    """What is wrong with bfloat16 on this GPU, one before Ampere; None where nothing is."""
+    if capability >= _BFLOAT16_SINCE:
+        return None
+    return (
+        f"bfloat16 needs a GPU of compute capability {_BFLOAT16_SINCE[0]}.{_BFLOAT16_SINCE[1]} or more; {name} has "
+        f"{capability[0]}.{capability[1]}."
+    )
 
 
 def find_device(asked: str, gpu_memory_bytes: int | None) -> Device:

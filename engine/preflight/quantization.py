@@ -104,13 +104,13 @@ def check_quantization(
     try:
         found = read_quantization(folder, asked)
         check_described(found, tensors, folder)
-        layout = None if found is None or not found.has_weights else _layout(found)
+        layout = None if found is None or not (found.values and found.of_weights) else _layout(found)
     except ModelError as error:
         report.problem(_ABOUT, str(error))
         return StoredLayout("", 0, "")
     if found is None:
         report.fact(_ABOUT, "none")
-    elif found.values and not found.has_weights:
+    elif not found.of_weights:
         report.fact(_ABOUT, f"none of weights; scales of keys and values ({found.source})")
         return StoredLayout("", 16, found.source)
     elif layout is None:

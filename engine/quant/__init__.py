@@ -99,7 +99,7 @@ UNUSED = (".input_scale", ".input_zero_point", ".output_scale", ".q_scale", ".k_
 
 def method_of(quantization: Quantization | None) -> LinearMethod:
     """The storage format of a checkpoint. Raises ModelError for a variant that is not supported."""
-    if quantization is None:
+    if quantization is None or not quantization.of_weights:
         plain: LinearMethod = importlib.import_module("engine.quant.unquantized").Unquantized()
         return plain
     module, attribute = METHODS[quantization.method].split(":")

@@ -178,6 +178,17 @@ def test_dummy_weights_need_a_config_and_a_tokenizer_alone(settings: Settings) -
         load(settings)
 
 
+def test_bfloat16_before_ampere(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before a kernel is built, whether it was asked for or is the model's own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    text = r"bfloat16 needs a GPU of compute capability 8\.0 or more; Tesla T4 has 7\.5\. Use --dtype float16\."
+    with pytest.raises(ModelError, match=text):
+        load(replace(settings, device="cuda", dtype="bfloat16"))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there(settings: Settings) -> None:
     with pytest.raises(ModelError, match="--device cuda: torch sees no GPU here"):

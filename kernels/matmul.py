@@ -48,30 +48,47 @@ class PackedLinear:
         return self.data[ids].to(self.dtype)
 
 
-def pack_linear(weight: Tensor) -> PackedLinear:
-    """Pack `weight` [N, K] (float32, bfloat16 or float16) for `linear`. It is copied, so drop the original."""
-    if weight.dim() != 2 or weight.dtype not in DTYPES:
-        raise ValueError(
-            f"a linear weight must be float32, bfloat16 or float16 of shape [out, in], "
-            f"got {weight.dtype} {tuple(weight.shape)}."
-        )
-    num_out, num_in = weight.shape
-    if weight.is_cuda:
-        return PackedLinear(weight.contiguous(), (num_out, num_in), weight.dtype)
+def pack_linear(*weights: Tensor) -> PackedLinear:
+    """Pack `weights` [N, K] (float32, bfloat16 or float16), one below the other, for `linear`. On a CPU they are
+    copied, so drop the originals.
+    """
+    dtype, num_in = weights[0].dtype, weights[0].shape[-1]
+    for weight in weights:
+        if weight.dim() != 2 or weight.dtype not in DTYPES:
+            raise ValueError(
+                f"a linear weight must be float32, bfloat16 or float16 of shape [out, in], "
+                f"got {weight.dtype} {tuple(weight.shape)}."
+            )
+        if (weight.dtype, weight.shape[1]) != (dtype, num_in):
+            raise ValueError(
+                f"weights packed together must have one dtype and one number of inputs, got {dtype} with {num_in} and "
+                f"{weight.dtype} with {weight.shape[1]}."
+            )
+    num_out = sum(weight.shape[0] for weight in weights)
+    if weights[0].is_cuda:
+        return PackedLinear(_below_each_other(weights).contiguous(), (num_out, num_in), dtype)
     if native() is None:
-        return PackedLinear(weight.to(torch.float32).contiguous(), (num_out, num_in), weight.dtype)
-    num_panels = -(-num_out // PANEL)
-    panels = pages.zeros((num_panels, num_in, PANEL), weight.dtype)
-    fill_panels(panels, weight)
-    return PackedLinear(panels, (num_out, num_in), weight.dtype)
+        return PackedLinear(_below_each_other(weights).to(torch.float32).contiguous(), (num_out, num_in), dtype)
+    panels = pages.zeros((-(-num_out // PANEL), num_in, PANEL), dtype)
+    fill_panels(panels, *weights)
+    return PackedLinear(panels, (num_out, num_in), dtype)
 
 
-def fill_panels(panels: Tensor, weight: Tensor) -> None:
-    """Copy `weight` [N, K] into `panels` [ceil(N / 16), K, 16], which are zeros: the native layout."""
-    num_out, num_in = weight.shape
-    whole = num_out // PANEL
-    panels[:whole] = weight[: whole * PANEL].view(whole, PANEL, num_in).transpose(1, 2)
-    panels[whole:, :, : num_out % PANEL] = weight[whole * PANEL :].t()
+def fill_panels(panels: Tensor, *weights: Tensor) -> None:
+    """Copy `weights` [N, K], one below the other, into `panels` [ceil(sum of N / 16), K, 16], which are zeros: the
+    native layout.
+    """
+    library = native()
+    assert library is not None, "the layout is that of the native operators"
+    first = 0
+    for weight in weights:
+        whole = weight.contiguous()
+        library.pack(whole.data_ptr(), whole.element_size(), *whole.shape, panels.data_ptr(), first)
+        first += whole.shape[0]
+
+
+def _below_each_other(weights: tuple[Tensor, ...]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
 def linear(

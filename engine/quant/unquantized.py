@@ -32,7 +32,7 @@ class UnquantizedWeight:
 
 def plain(weights: Sequence[Tensor]) -> UnquantizedWeight:
     """One weight out of matrices [rows, columns] of equal columns and dtype."""
-    return UnquantizedWeight(kernels.pack_linear(weights[0] if len(weights) == 1 else torch.cat(tuple(weights))))
+    return UnquantizedWeight(kernels.pack_linear(*weights))
 
 
 @dataclass(frozen=True, slots=True)

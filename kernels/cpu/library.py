@@ -21,6 +21,7 @@ POOL_DTYPES = {**DTYPES, torch.float8_e4m3fn: 3}
 #: Argument types of each C function.
 ARGUMENTS: dict[str, list[type]] = {
     "linear": [_PTR, _I32, _I64, _I64, _I64, _PTR, _I32, _PTR, _I64, _PTR, _I32],
+    "pack": [_PTR, _I32, _I64, _I64, _PTR, _I64],
     "rms_norm": [_PTR, _I64, _PTR, _I64, _PTR, _I32, _F32, _I64, _I64, _PTR, _PTR, _I32],
     "head_norm": [_PTR, _I64, _I64, _I64, _I64, _PTR, _I32, _F32, _I32],
     "rope": [_PTR, _I64, _I64, _I64, _PTR, _I64, _PTR, _I64, _I64, _I32],
@@ -60,6 +61,7 @@ class Library:
     """The native operators. Each attribute is the C function `sluicegate_<name>`; pointers are `data_ptr()`."""
 
     linear: Callable[..., None]
+    pack: Callable[..., None]
     rms_norm: Callable[..., None]
     head_norm: Callable[..., None]
     rope: Callable[..., bool]

@@ -16,6 +16,29 @@ def _case(num_out: int, num_in: int, rows: int, dtype: torch.dtype) -> tuple[tor
     return x, (torch.randn(num_out, num_in, generator=generator) / num_in**0.5).to(dtype)
 
 
+@pytest.mark.parametrize("rows", [(16, 32), (7, 1, 40), (33, 15)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_packed_together_are_one_below_the_other(
+    implementation: object, rows: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    weights = [torch.randn(count, 45).to(dtype) for count in rows]
+    packed, whole = kernels.pack_linear(*weights), kernels.pack_linear(torch.cat(weights))
+    assert packed.shape == whole.shape == (sum(rows), 45)
+    assert torch.equal(packed.data, whole.data)
+    assert torch.equal(packed.rows(torch.arange(sum(rows))), torch.cat(weights))
+    with pytest.raises(ValueError, match=r"one dtype and one number of inputs, got .* with 45 and .* with 44"):
+        kernels.pack_linear(weights[0], torch.zeros(3, 44, dtype=dtype))
+
+
+def test_panels_are_columns_side_by_side(native: None) -> None:
+    weight = torch.arange(20 * 70).view(20, 70).half()
+    panels = kernels.pack_linear(weight).data
+    assert panels.shape == (2, 70, 16)
+    assert torch.equal(panels[0], weight[:16].t())
+    assert torch.equal(panels[1, :, :4], weight[16:].t())
+    assert not panels[1, :, 4:].any()
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equals_the_product_in_float64(implementation: object, shape: tuple[int, int], dtype: torch.dtype) -> None:

@@ -22,6 +22,7 @@ CONFIG: dict[str, object] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "kv_channels": 16,
     "max_position_embeddings": 64,
     "num_local_experts": 3,
     "num_experts_per_tok": 2,
@@ -47,13 +48,13 @@ class Recorder(DummyWeights):
     "special",
     [
         {"tie_word_embeddings": True},
-        {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+        {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, "no_bias": False},
     ],
     ids=["tied", "biases"],
 )
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
 def test_layout(architecture: str, special: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "pack_linear", lambda weight: weight)  # what is done with weights does not matter
+    monkeypatch.setattr(kernels, "pack_linear", lambda *weights: weights)  # what is done with weights does not matter
     family = family_of([architecture])
     spec = family.spec(ConfigFields(CONFIG | special | {"architectures": [architecture]}))
     reader = Recorder()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 import kernels
@@ -38,7 +40,8 @@ class ForwardBatch:
 class Attention:
     """Norms queries and keys where the family does, rotates them, writes the pool, attends.
 
-    `window` is how many positions a token sees, itself included, 0 for all; `soft_cap` is that of scores, 0 for none.
+    `window` is how many positions a token sees, itself included, 0 for all; `soft_cap` is that of scores, 0 for none;
+    queries are multiplied by their position's `growth` (`log_growth`).
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Attention:
         soft_cap: float,
         rope: Tensor,
         norms: kernels.HeadNorms | None,
+        growth: Tensor | None,
     ) -> None:
         self._num_heads = num_heads
         self._scale = scale
@@ -57,9 +61,14 @@ class Attention:
         self._soft_cap = soft_cap
         self._rope = rope  # [num_positions, rotary_dim]
         self._norms = norms
+        self._growth = growth
 
     def __call__(self, qkv: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
         """qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] → [num_tokens, num_heads * head_dim]."""
+        if self._growth is not None:
+            # Before the rotation, which keeps lengths. Padding on a GPU has positions below 0.
+            factors = self._growth.index_select(0, batch.attention.positions.clamp(min=0))
+            qkv[:, : self._num_heads * cache.keys.shape[2]].mul_(factors.unsqueeze(1))
         out = kernels.rotate_and_attend(
             *(qkv, self._rope, cache.keys, cache.values, batch.attention, batch.cache_slots),
             num_heads=self._num_heads,
@@ -70,3 +79,13 @@ class Attention:
             scales=cache.scales,
         )
         return out.view(qkv.shape[0], -1)
+
+
+def log_growth(trained: int, num_positions: int) -> Tensor | None:
+    """How queries grow beyond the `trained` context, so that attention to more keys stays as sharp: float32
+    [num_positions], for the n-th position log(n) / log(trained), at least 1. None where all are 1.
+    """
+    if trained < 2 or num_positions <= trained:
+        return None
+    logarithms = torch.arange(1, num_positions + 1, dtype=torch.float64).log() / math.log(trained)
+    return logarithms.clamp(min=1.0).float()

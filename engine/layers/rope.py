@@ -2,7 +2,7 @@
 
 `rotary_dim` is how many of them, the first ones, are turned; most models turn all.
 
-Every kind follows transformers (`modeling_rope_utils.py`) in float32. Two kinds, dynamic and long, turn
+Every kind follows transformers (`modeling_rope_utils.py`) in float32. Some kinds, dynamic and long, turn
 short and long contexts differently. transformers goes by the length seen so far, so that its result
 depends on how a sequence was cut; here the length is that of the table, which is the context in force.
 
@@ -65,6 +65,28 @@ class DynamicRope(Rope):
 
     def regime(self, num_positions: int) -> int:
         return num_positions if num_positions > self.trained_positions else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteppedRope(Rope):
+    """NTK-aware as in Qwen's first generation: plain up to `trained_positions`, then one base for contexts up to twice
+    that, another up to four times, and so on.
+    """
+
+    trained_positions: int
+
+    def frequencies(self, rotary_dim: int, num_positions: int) -> Tensor:
+        alpha = 2 * self._doubled(num_positions) - 1
+        return 1.0 / _wavelengths(self.theta * alpha ** (rotary_dim / (rotary_dim - 2)), rotary_dim)
+
+    def regime(self, num_positions: int) -> int:
+        doubled = self._doubled(num_positions)
+        return doubled if doubled > 1 else 0
+
+    def _doubled(self, num_positions: int) -> int:
+        """The power of two by which `trained_positions` has to grow to hold the context."""
+        times = -(-num_positions // self.trained_positions)
+        return 1 << (times - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ FAMILIES = {
     "MistralForCausalLM": "engine.models.mistral:FAMILY",
     "MixtralForCausalLM": "engine.models.mixtral:FAMILY",
     "Phi3ForCausalLM": "engine.models.phi3:FAMILY",
+    "QWenLMHeadModel": "engine.models.qwen:FAMILY",
     "Qwen2ForCausalLM": "engine.models.qwen2:FAMILY",
     "Qwen3ForCausalLM": "engine.models.qwen3:FAMILY",
     "Qwen3MoeForCausalLM": "engine.models.qwen3_moe:FAMILY",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.layers.attention import Attention, ForwardBatch, LayerCache
+from engine.layers.attention import Attention, ForwardBatch, LayerCache, log_growth
 from engine.layers.experts import Experts
 from engine.layers.linear import Embedding, Head, Linear
 from engine.layers.norm import RMSNorm
@@ -109,7 +109,9 @@ class GatedMLP:
 class DecoderLayer:
     """Attention and MLP (or experts), each after a norm, each added to the residual."""
 
-    def __init__(self, modules: _Modules, layer: LayerSpec, prefix: str, rope: Tensor) -> None:
+    def __init__(
+        self, modules: _Modules, layer: LayerSpec, prefix: str, *, rope: Tensor, growth: Tensor | None
+    ) -> None:
         spec, names = modules.spec, modules.names
         hidden = spec.hidden_size
         self._attention_norm = modules.norm(prefix + names.attention_norm)
@@ -122,6 +124,7 @@ class DecoderLayer:
             soft_cap=spec.score_soft_cap,
             rope=rope,
             norms=modules.head_norms(prefix),
+            growth=growth,
         )
         output = (names.output, hidden, spec.qkv_rows[0])
         self._output = modules.branch_end(prefix, spec.output_bias, output, names.output_norm)
@@ -156,6 +159,8 @@ class Decoder:
     ) -> None:
         modules = _Modules(spec, names, reader, method, dtype)
         ropes = {layer.rope for layer in spec.layers}
+        growth = log_growth(spec.log_queries_from, num_positions)
+        growth = None if growth is None else growth.to(reader.device)
         tables = {rope: rope_table(rope, num_positions, spec.rotary_dim).to(reader.device) for rope in ropes}
         embedding = reader.take(f"{names.embedding}.weight", (spec.vocab_size, spec.hidden_size))
         if spec.tied_head:
@@ -167,7 +172,7 @@ class Decoder:
             self._embedding = Embedding(embedding, dtype, spec.embedding_scale)
             self._head = Head(method.load_logits(reader, head), spec.logit_soft_cap)
         self._layers = [
-            DecoderLayer(modules, layer, names.layer.format(number), tables[layer.rope])
+            DecoderLayer(modules, layer, names.layer.format(number), rope=tables[layer.rope], growth=growth)
             for number, layer in enumerate(spec.layers)
         ]
         self._final_norm = modules.norm(names.final_norm)

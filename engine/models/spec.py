@@ -59,6 +59,7 @@ class ModelSpec:
     tied_head: bool
     dtype: str | None
     attention_scale: float  # of the products of queries and keys
+    log_queries_from: int = 0  # `engine.layers.attention.log_growth` of queries, 0 for none
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

@@ -24,9 +24,9 @@ PROMPT_LENGTHS = (15, 16, 17, 33, 200, 300)
 
 @dataclass(frozen=True)
 class Variant:
-    """`family` is the prefix of transformers' classes; `fields` are set in its config. `prompts` are numbers of
-    PROMPT_LENGTHS, those for which transformers' own result is a function of the ids; `max_model_len` is what
-    the engine is to be asked for, None for nothing.
+    """`family` is the prefix of transformers' classes, or "Qwen" for our own reference; `fields` are set in its config.
+    `prompts` are numbers of PROMPT_LENGTHS, those for which the oracle's result is a function of the ids;
+    `max_model_len` is what the engine is to be asked for, None for nothing.
     """
 
     family: str
@@ -46,6 +46,18 @@ _LONG = {
     "original_max_position_embeddings": 64,
 }
 
+#: Qwen's first generation has names of its own. Beyond 160 tokens its base and queries grow; up to 320 the base is one.
+QWEN: dict[str, object] = {
+    "kv_channels": 16,
+    "intermediate_size": 224,
+    "layer_norm_epsilon": 1e-5,
+    "rotary_emb_base": 10000,
+    "seq_length": 160,
+    "no_bias": True,
+    "use_dynamic_ntk": True,
+    "use_logn_attn": True,
+}
+
 #: Of the 16 dimensions of a head Phi-3 turns 12 here.
 _LONG_PHI3 = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75} | {
     name: value[:6] if isinstance(value, list) else value for name, value in _LONG.items()
@@ -60,6 +72,12 @@ VARIANTS: dict[str, Variant] = {
     "qwen3_bias": Variant("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "mistral": Variant("Mistral", {"hidden_size": 48, "head_dim": 20, "sliding_window": None}),
     "mistral_window": Variant("Mistral", {"sliding_window": WINDOW}),
+    "qwen": Variant("Qwen", QWEN | {"seq_length": CONTEXT_LENGTH}),
+    "qwen_short": Variant("Qwen", QWEN, (0, 1, 2, 3)),
+    "qwen_long": Variant("Qwen", QWEN, (4, 5), 320),
+    "qwen_biases": Variant(
+        "Qwen", QWEN | {"no_bias": False, "use_dynamic_ntk": False, "use_logn_attn": False}, max_model_len=640
+    ),
     "phi3_window": Variant("Phi3", {"sliding_window": WINDOW}),
     "phi3_longrope_short": Variant(
         "Phi3", {"original_max_position_embeddings": 64, "tie_word_embeddings": True}, (0, 1, 2, 3), 64, _LONG_PHI3
@@ -136,6 +154,7 @@ def make_family_models(folder: Path) -> None:
 def _main(folder: Path) -> None:
     import torch
     import transformers
+    from qwen_reference import QwenReference
     from tiny_models import SETTINGS, randomize, write_tokenizer
 
     torch.set_num_threads(1)
@@ -143,6 +162,12 @@ def _main(folder: Path) -> None:
     for seed, (name, variant) in enumerate(VARIANTS.items()):
         torch.manual_seed(seed)
         settings = SETTINGS | {"rope_parameters": variant.rope or None} | variant.fields
+        if variant.family == "Qwen":
+            reference = QwenReference(settings)
+            reference.save_pretrained(folder / name)
+            write_tokenizer(folder / name)
+            golden[name] = _golden(reference, [prompt(number) for number in variant.prompts])
+            continue
         suffix = "Text" if variant.family == "Gemma3" else ""
         config = getattr(transformers, f"{variant.family}{suffix}Config")(**settings)
         model = getattr(transformers, f"{variant.family}ForCausalLM")(config).float().eval()
@@ -161,11 +186,15 @@ def _main(folder: Path) -> None:
 def _golden(model: object, prompts: list[list[int]]) -> dict[str, list[list[float]]]:
     """For each prompt the ids that continue it, and the logprobs of all tokens after it."""
     import torch
-    from tiny_models import greedy_ids
+    from qwen_reference import QwenReference
+    from tiny_models import EOS_ID, greedy_ids
 
     with torch.no_grad():
         logits = [model(torch.tensor([ids])).logits[0, -1] for ids in prompts]  # type: ignore[operator]
-    ids = greedy_ids(model, prompts, NUM_NEW)
+        if isinstance(model, QwenReference):
+            ids = [model.greedy_ids(each, NUM_NEW, EOS_ID) for each in prompts]
+        else:
+            ids = greedy_ids(model, prompts, NUM_NEW)
     return {"ids": ids, "logprobs": [each.log_softmax(-1).tolist() for each in logits]}
 
 

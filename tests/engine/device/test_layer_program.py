@@ -28,6 +28,7 @@ CONFIG: dict[str, object] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "kv_channels": 12,
     "max_position_embeddings": 320,
     "num_local_experts": 5,
     "num_experts_per_tok": 2,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.layers.rope import DynamicRope, LinearRope, Rope, rope_table
+from engine.layers.rope import DynamicRope, LinearRope, Rope, SteppedRope, rope_table
 from engine.models.config import ConfigFields
 from engine.models.rope import read_rope
 from tests.engine.family_models import ROPE_LENGTHS, VARIANTS
@@ -44,3 +44,11 @@ def test_a_dynamic_rope_is_plain_in_the_trained_context() -> None:
     rope = DynamicRope(theta=1e4, factor=4.0, trained_positions=100)
     assert torch.equal(rope_table(rope, 100, 8), rope_table(Rope(theta=1e4), 100, 8))
     assert not torch.equal(rope_table(rope, 101, 8)[:100], rope_table(rope, 100, 8))
+
+
+@pytest.mark.parametrize(("length", "alpha"), [(1, 1), (100, 1), (101, 3), (200, 3), (201, 7), (400, 7), (401, 15)])
+def test_a_stepped_rope_has_a_base_for_each_doubling(length: int, alpha: int) -> None:
+    rope = SteppedRope(theta=1e4, trained_positions=100)
+    plain = Rope(theta=1e4 * alpha ** (8 / 6))
+    assert torch.equal(rope.frequencies(8, length), plain.frequencies(8, length))
+    assert (rope.regime(length) == 0) == (alpha == 1)

@@ -94,12 +94,25 @@ def test_logprobs(case: Case) -> None:
 
 
 #: A variant of each family.
-FAMILIES = ("qwen2_window", "qwen3", "mistral_window", "phi3_longrope_long", "gemma2", "gemma3", "mixtral", "qwen3_moe")
+FAMILIES = (
+    "qwen2_window",
+    "qwen3",
+    "mistral_window",
+    "phi3_longrope_long",
+    "gemma2",
+    "gemma3",
+    "mixtral",
+    "qwen3_moe",
+    "qwen_long",
+)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bits_in_bfloat16_do_not_depend_on_the_steps(family_models: Path, kernel_cache: Path, name: str) -> None:
-    found = load(Settings(str(family_models / name), dtype="bfloat16", cache_dir=kernel_cache))
+    length = VARIANTS[name].max_model_len
+    found = load(
+        Settings(str(family_models / name), dtype="bfloat16", max_model_len=length, cache_dir=kernel_cache),
+    )
     sampling = SamplingParams(max_tokens=10, temperature=0.8, top_p=0.95, logprobs=3)
 
     def results(*, chunk: int = 10**9, depth: int = 1, preempt: bool = False, alone: bool = False) -> list[object]:
@@ -149,16 +162,22 @@ def test_gemma3_in_the_older_spelling(family_models: Path, tmp_path: Path, kerne
     assert old.driver.run(old.sequences()) == old.ids
 
 
-@pytest.mark.parametrize("cap", ["attn_logit_softcapping", "final_logit_softcapping"])
-def test_soft_caps_count(family_models: Path, tmp_path: Path, kernel_cache: Path, cap: str) -> None:
-    """That the variant's own caps are small enough to be missed."""
-
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("gemma2", "attn_logit_softcapping", None),
+        ("gemma2", "final_logit_softcapping", None),
+        ("qwen_long", "use_logn_attn", False),
+        ("qwen_long", "use_dynamic_ntk", False),
+    ],
+)
+def test_what_is_special_would_be_missed(
+    family_models: Path, tmp_path: Path, kernel_cache: Path, name: str, field: str, value: object
+) -> None:
     def leave_out(values: dict[str, Any]) -> None:
-        values[cap] = None
+        values[field] = value
 
-    other = open_case(
-        family_models, edited(family_models / "gemma2", tmp_path / "x", leave_out), "gemma2", kernel_cache
-    )
+    other = open_case(family_models, edited(family_models / name, tmp_path / "x", leave_out), name, kernel_cache)
     sequences = other.sequences(SamplingParams(max_tokens=1, temperature=0.0, logprobs=1))
     other.driver.run(sequences)
     found = [sequence.logprobs[0][3][0] for sequence in sequences]

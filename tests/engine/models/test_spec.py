@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.layers.rope import LinearRope, LongRope, Rope
+from engine.layers.rope import LinearRope, LongRope, Rope, SteppedRope
 from engine.loading.store import ModelError
 from engine.models import family_of
 from engine.models.config import ConfigFields
@@ -140,6 +140,35 @@ def test_gemma2() -> None:
     assert (null.score_soft_cap, null.logit_soft_cap, null.head_dim) == (0.0, 0.0, 256)
     types = ["full_attention", "sliding_attention"]
     assert [layer.window for layer in spec(architectures=["Gemma2ForCausalLM"], layer_types=types).layers] == [0, 4096]
+
+
+def qwen(**fields: object) -> ModelSpec:
+    return spec(architectures=["QWenLMHeadModel"], kv_channels=16, **fields)
+
+
+def test_qwen() -> None:
+    found = qwen(seq_length=2048, max_position_embeddings=8192)
+    assert found.layers == (LayerSpec(SteppedRope(theta=1e4, trained_positions=2048)),) * 2
+    assert (found.context_length, found.max_context_length, found.log_queries_from) == (2048, 8192, 2048)
+    assert (found.intermediate_size, found.num_kv_heads, found.norm_eps, found.tied_head) == (64, 4, 1e-6, False)
+    assert (found.qkv_bias, found.output_bias, found.mlp_bias) == (True, False, False)
+    other = qwen(use_dynamic_ntk=False, use_logn_attn=False, rotary_emb_base=5e5, no_bias=False)
+    assert (other.layers[0].rope, other.log_queries_from) == (Rope(theta=5e5), 0)
+    assert (other.output_bias, other.mlp_bias, other.context_length) == (True, True, 8192)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"kv_channels": 8}, r"kv_channels \(8\) must be even, and times num_attention_heads \(4\) hidden_size \(64\)"),
+        ({"intermediate_size": 127}, "intermediate_size is 127; half of it is the MLP's, so it must be even"),
+        ({"rotary_pct": 0.5}, "rotary_pct is 0.5; supported is 1.0"),
+        ({"scale_attn_weights": False}, "scale_attn_weights is False; supported is True"),
+    ],
+)
+def test_refusals_of_qwen(fields: dict[str, object], text: str) -> None:
+    with pytest.raises(ModelError, match=text):
+        spec(architectures=["QWenLMHeadModel"], **{"kv_channels": 16} | fields)
 
 
 def phi3(**fields: object) -> ModelSpec:

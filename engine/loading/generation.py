@@ -27,7 +27,11 @@ def generation_defaults(generation: dict[str, object]) -> dict[str, object]:
 
 
 def eos_ids(generation: dict[str, object], config: dict[str, object], vocab_size: int) -> tuple[int, ...]:
-    """End-of-sequence ids: an integer or a list, of generation_config.json, else of config.json."""
+    """End-of-sequence ids: an integer or a list, of generation_config.json, else of config.json.
+
+    Qwen's first generation names `<|endoftext|>` alone and has the ends of its chat, `<|im_start|>` and `<|im_end|>`,
+    in its code; they are the next two ids.
+    """
     for name, source in ((_FILE, generation), ("config.json", config)):
         value = source.get("eos_token_id")
         if value is None:
@@ -38,5 +42,7 @@ def eos_ids(generation: dict[str, object], config: dict[str, object], vocab_size
                 raise ModelError(
                     f"{name}: eos_token_id {value!r} is not a token id below {vocab_size}, or a list of them."
                 )
+        if generation.get("chat_format") == "chatml":
+            ids = [*ids, *(after for after in (ids[-1] + 1, ids[-1] + 2) if after < vocab_size)]
         return tuple(dict.fromkeys(ids))
     return ()

@@ -19,6 +19,19 @@ from protocol import bundle
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _ADDED = "added_tokens.json"
 
+#: What the chat models of Qwen's first generation were trained on, which they have in code and not in a template.
+_CHATML = """\
+{%- if messages and messages[0]["role"] != "system" -%}
+{{- "<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n" -}}
+{%- endif -%}
+{%- for message in messages -%}
+{{- "<|im_start|>" + message["role"] + "\\n" + message["content"] + "<|im_end|>\\n" -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- "<|im_start|>assistant\\n" -}}
+{%- endif -%}
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class _Older:
@@ -32,20 +45,29 @@ def tokenizer_bundle(folder: ModelFolder) -> bytes:
     """Packed bundle of the tokenizer files there are. Raises ModelError when they make no tokenizer.
 
     The chat template may be in tokenizer_config.json, in chat_template.jinja or in chat_template.json; the first two
-    are in the bundle as they are, the third as the second, and the gateway, which renders it, decides.
+    are in the bundle as they are, the third as the second, and the gateway, which renders it, decides. A model that
+    says its chat format is ChatML and has no template gets that one.
     """
     files = {name: folder.read_text(name) for name in bundle.NAMES if folder.has(name)}
     if _TOKENIZER not in files:
         files[_TOKENIZER] = _converted(folder)
-    if _TEMPLATE not in files and folder.has("chat_template.json"):
-        template = folder.read_object("chat_template.json").get("chat_template")
-        if not isinstance(template, str):
-            raise ModelError(f"{folder.path / 'chat_template.json'} must hold a string named chat_template.")
+    if _TEMPLATE not in files and (template := _template(folder)) is not None:
         files[_TEMPLATE] = template
     try:
         return bundle.pack(files)
     except bundle.BundleError as error:
         raise ModelError(f"{folder.path}: {error}") from error
+
+
+def _template(folder: ModelFolder) -> str | None:
+    """The chat template of a folder without chat_template.jinja, if it is not in tokenizer_config.json."""
+    if folder.has("chat_template.json"):
+        template = folder.read_object("chat_template.json").get("chat_template")
+        if not isinstance(template, str):
+            raise ModelError(f"{folder.path / 'chat_template.json'} must hold a string named chat_template.")
+        return template
+    in_code = _object(folder, "generation_config.json").get("chat_format") == "chatml"
+    return _CHATML if in_code and _object(folder, _CONFIG).get("chat_template") is None else None
 
 
 def _converted(folder: ModelFolder) -> str:

@@ -47,6 +47,14 @@ def test_eos_ids(generation: dict[str, object], config: dict[str, object], expec
     assert eos_ids(generation, config, 10) == expected
 
 
+def test_ends_of_the_chat_of_qwen() -> None:
+    """<|endoftext|>, and what its chat program stops at: <|im_start|> and <|im_end|>."""
+    chat: dict[str, object] = {"chat_format": "chatml", "eos_token_id": 151643}
+    assert eos_ids(chat, {}, 151936) == (151643, 151644, 151645)
+    assert eos_ids(chat | {"chat_format": "raw"}, {}, 151936) == (151643,)
+    assert eos_ids(chat, {}, 151645) == (151643, 151644)
+
+
 @pytest.mark.parametrize("value", ["</s>", [2, None], 10, -1, True])
 def test_eos_that_is_no_token_id(value: object) -> None:
     with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id .* is not a token id below 10"):

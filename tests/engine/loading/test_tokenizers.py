@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 import tokenizers
 
@@ -40,6 +41,27 @@ def test_template_in_a_file_of_its_own(tmp_path: Path) -> None:
     assert bundle.unpack(blob)["chat_template.jinja"] == "{{ y }}"
     with pytest.raises(ModelError, match=r"chat_template\.json must hold a string named chat_template"):
         tokenizer_bundle(folder(tmp_path, tokenizer="{}", chat_template='{"chat_template": 1}'))
+
+
+def test_chat_format_of_qwen(tmp_path: Path) -> None:
+    """Its chat models have the template in code, and say so in generation_config.json."""
+    files = {"tokenizer": "{}", "generation_config": '{"chat_format": "chatml"}'}
+    source = bundle.unpack(tokenizer_bundle(folder(tmp_path, **files)))["chat_template.jinja"]
+    template = jinja2.Environment().from_string(source)
+    question = {"role": "user", "content": "Hi"}
+    told = {"role": "system", "content": "Be brief."}
+    assert template.render(messages=[question], add_generation_prompt=True) == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert template.render(messages=[told, question, {"role": "assistant", "content": "Yo"}]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo<|im_end|>\n"
+    )
+    for other in ('{"chat_format": "raw"}', "{}"):
+        blob = tokenizer_bundle(folder(tmp_path, **files | {"generation_config": other}))
+        assert "chat_template.jinja" not in bundle.unpack(blob)
+    own = folder(tmp_path, **files, tokenizer_config='{"chat_template": "{{ z }}"}')
+    assert "chat_template.jinja" not in bundle.unpack(tokenizer_bundle(own))
 
 
 def made(model: ModelFolder) -> tokenizers.Tokenizer:

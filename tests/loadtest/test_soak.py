@@ -20,6 +20,13 @@ def test_a_leak_is_seen_through_noise() -> None:
     assert memory.grows
 
 
+@pytest.mark.parametrize(("mib", "grows"), [(0.4, False), (0.6, True)])
+def test_a_quiet_line_may_settle_by_half_a_mebibyte(mib: float, grows: bool) -> None:
+    memory = fit([45.0] * 180 + [45.0 + mib * second / 419 for second in range(420)])
+    assert memory.growth_mib == pytest.approx(mib)
+    assert memory.grows is grows
+
+
 def test_a_run_that_is_too_short_is_said() -> None:
     with pytest.raises(TrialError, match="too few"):
         fit([1.0, 2.0])

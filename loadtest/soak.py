@@ -30,9 +30,9 @@ SAMPLE_S = 1.0
 #: Caches, pools and the allocator fill at first: the slope is taken over what comes after this share.
 WARM_SHARE = 0.3
 IDLE_WITHIN_S = 10.0
-#: Growth over the measured part that counts as none, whatever the noise: the gateway's allocators settle by 0.4 MiB, the
-#: engine's by 0.1, ever more slowly, while the objects of the interpreter stay as many. 200 bytes a request are seen in
-#: ten minutes.
+#: Growth over the measured part that counts as none, whatever the noise: the gateway's allocators settle by 0.4 MiB,
+#: the engine's by 0.1, ever more slowly, while the objects of the interpreter stay as many. A leak of 200 bytes a
+#: request is more in ten minutes.
 LEAST_GROWTH_MIB = 0.5
 
 

@@ -1,4 +1,7 @@
-"""Weight files as one table of named tensors, whatever their format; safetensors is here."""
+"""Weight files as one table of named tensors, whatever their format; headers of safetensors are read here.
+
+Knows nothing of torch, so that a folder can be looked at without loading anything.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
-
-from safetensors import safe_open
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.loading.store import ModelError, ModelFolder
 from engine.loading.weight_files import weight_files
@@ -77,32 +78,15 @@ class Checkpoint:
 
 
 def _open(file: Path, weight_format: str, folder: ModelFolder) -> WeightFile:
-    """Formats other than safetensors are imported on use: they need torch, or a package that may be absent."""
+    """Imported on use: they need torch, or a package that may be absent."""
     if weight_format == "safetensors":
-        return SafetensorsFile(file)
+        safe: WeightFile = importlib.import_module("engine.loading.safetensors_files").SafetensorsFile(file)
+        return safe
     if weight_format == "pt":
         pt: WeightFile = importlib.import_module("engine.loading.torch_files").TorchFile(file)
         return pt
     gguf: WeightFile = importlib.import_module("engine.loading.gguf_files").GGUFFile(file, folder)
     return gguf
-
-
-class SafetensorsFile:
-    """Headers are read by ourselves and checked against the file size before a tensor is touched; the data goes
-    through safetensors' own reader.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self.entries = tensor_entries(file)
-
-    def read(self, name: str) -> Tensor:
-        with safe_open(self._file, framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
-            return tensor
-
-    def header(self) -> bytes:
-        return read_header(self._file)
 
 
 def read_header(file: Path) -> bytes:
@@ -117,23 +101,28 @@ def read_header(file: Path) -> bytes:
 
 def tensor_entries(file: Path) -> dict[str, TensorEntry]:
     """The tensors of a safetensors file. Raises ModelError when it is cut, too long or malformed."""
+    return {name: entry for name, (entry, _) in tensors_with_starts(file).items()}
+
+
+def tensors_with_starts(file: Path) -> dict[str, tuple[TensorEntry, int]]:
+    """As `tensor_entries`, each with the byte of the file at which it begins."""
     header = read_header(file)
     try:
         table = json.loads(header)
-        entries = {
-            name: TensorEntry(
-                file=file,
-                dtype=str(value["dtype"]),
-                shape=tuple(int(size) for size in value["shape"]),
-                num_bytes=int(value["data_offsets"][1]) - int(value["data_offsets"][0]),
-            )
-            for name, value in table.items()
-            if name != "__metadata__"
-        }
-        end = max((int(v["data_offsets"][1]) for n, v in table.items() if n != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+        found = {name: _tensor(file, value, 8 + len(header)) for name, value in table.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ModelError(f"{file} has a malformed safetensors header: {error!r}.") from error
-    expected, found = 8 + len(header) + end, file.stat().st_size
-    if found != expected:
-        raise ModelError(f"{file} has {found} bytes, its header describes {expected}. Fetch the file again.")
-    return entries
+    expected = max((start + entry.num_bytes for entry, start in found.values()), default=8 + len(header))
+    size = file.stat().st_size
+    if size != expected:
+        raise ModelError(f"{file} has {size} bytes, its header describes {expected}. Fetch the file again.")
+    return found
+
+
+def _tensor(file: Path, described: Mapping[str, Any], data: int) -> tuple[TensorEntry, int]:
+    """`data` is where the offsets of a header count from. Raises what a malformed header raises."""
+    begin, end = map(int, described["data_offsets"])
+    if not 0 <= begin <= end:
+        raise ValueError(f"data_offsets {begin} and {end}")
+    shape = tuple(int(size) for size in described["shape"])
+    return TensorEntry(file, str(described["dtype"]), shape, num_bytes=end - begin), data + begin

@@ -9,21 +9,10 @@ import torch
 from torch import Tensor
 
 from engine.loading.formats import TensorEntry
+from engine.loading.safetensors_files import DTYPES
 from engine.loading.store import ModelError
 
-#: safetensors' names of torch's dtypes.
-_NAMES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TorchFile:

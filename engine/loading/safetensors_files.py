@@ -1,0 +1,76 @@
+"""safetensors: bytes go from the file straight into the tensor's memory.
+
+Not through a mapping of the file: the system would count its pages as ours, fetch them in small pieces, and end
+the process (SIGBUS) where the file is cut meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.loading.formats import read_header, tensors_with_starts
+from engine.loading.store import ModelError
+
+#: The format's names of types.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+#: What the system is asked to fetch behind a tensor that is read, so that the disk works while it is put into place.
+_READ_AHEAD_BYTES = 64 * 2**20
+
+
+class SafetensorsFile:
+    """One file, its header checked against its size. Raises ModelError."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        found = tensors_with_starts(file)
+        self.entries = {name: entry for name, (entry, _) in found.items()}
+        self._starts = {name: start for name, (_, start) in found.items()}
+
+    def read(self, name: str) -> Tensor:
+        """The tensor `name`. Raises ModelError when it cannot be read, or is of a type that torch has not."""
+        entry, start = self.entries[name], self._starts[name]
+        dtype = DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise ModelError(f"{self._file}: {name} is {entry.dtype}; supported are {', '.join(DTYPES)}.")
+        tensor = torch.empty(entry.shape, dtype=dtype)
+        if tensor.nbytes != entry.num_bytes:
+            raise ModelError(
+                f"{self._file} has a malformed safetensors header: {name}, {entry.dtype} {list(entry.shape)}, has "
+                f"{entry.num_bytes} bytes."
+            )
+        try:
+            self._read_into(memoryview(tensor.view(-1).view(torch.uint8).numpy()), start)
+        except OSError as error:
+            raise ModelError(f"{self._file} cannot be read: {error.strerror}.") from error
+        return tensor
+
+    def header(self) -> bytes:
+        return read_header(self._file)
+
+    def _read_into(self, memory: memoryview, start: int) -> None:
+        with self._file.open("rb", buffering=0) as stream:
+            descriptor, done = stream.fileno(), 0
+            os.posix_fadvise(descriptor, start, len(memory) + _READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+            while done < len(memory):
+                count = os.preadv(descriptor, [memory[done:]], start + done)
+                if count == 0:
+                    raise ModelError(f"{self._file} was cut while it was read. Fetch the file again.")
+                done += count

@@ -22,14 +22,11 @@ class Logits:
 
 
 class QwenReference:
-    """`config` has the names of a published config.json; weights are random, of `initializer_range`."""
+    """`config` has the names of a published config.json; unless given, weights are random, of `initializer_range`."""
 
-    def __init__(self, config: dict[str, object]) -> None:
+    def __init__(self, config: dict[str, object], weights: dict[str, Tensor] | None = None) -> None:
         self.config = {"architectures": ["QWenLMHeadModel"], "model_type": "qwen", "torch_dtype": "float32"} | config
-        self._weights = dict(self._random())
-
-    def named_parameters(self) -> list[tuple[str, Tensor]]:
-        return list(self._weights.items())
+        self._weights = dict(self._random()) if weights is None else weights
 
     def save_pretrained(self, folder: Path) -> None:
         folder.mkdir()

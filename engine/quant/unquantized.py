@@ -52,8 +52,7 @@ def plain_experts(
     inner_size, hidden_size = experts[0].gate.rows, experts[0].gate.columns
     packed = kernels.empty_experts(len(experts), hidden_size, inner_size, dtype=reader.dtype, device=reader.device)
     for number, expert in enumerate(experts):
-        gate, up, down = (weight(reader, part) for part in (expert.gate, expert.up, expert.down))
-        packed.fill(number, gate, up, down)
+        packed.fill(number, *(weight(reader, part) for part in (expert.gate, expert.up, expert.down)))
     return UnquantizedExperts(packed)
 
 

@@ -23,7 +23,6 @@ CONFIG: dict[str, object] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "kv_channels": 16,
-    "kv_channels": 16,
     "max_position_embeddings": 64,
     "num_local_experts": 3,
     "num_experts_per_tok": 2,

@@ -11,7 +11,7 @@ from engine.models.spec import ExpertNames, Family, LayerSpec, ModelSpec, Weight
 
 def _spec(config: ConfigFields) -> ModelSpec:
     config.expect("hidden_act", "silu")
-    spec = read_spec(config, max_positions=131072)
+    spec = read_spec(config, max_positions=131072, norm_eps=1e-5)
     window = config.integer("sliding_window") if config.has("sliding_window") else 0
     # It takes the softmax over all experts and divides by the sum over those chosen: the softmax over these.
     experts = read_experts(config, inner_size=spec.intermediate_size, renormalize=True)

@@ -21,6 +21,12 @@ _PREFIX = struct.Struct("<BI")
 GATEWAY_FRAMES = tuple(frame for frame, _ in FROM_GATEWAY)
 ENGINE_FRAMES = tuple(frame for frame, _ in FROM_ENGINE)
 
+#: By the side that sent the frames they are for.
+DECODERS: dict[str, Callable[[bytes], Message | None]] = {
+    "gateway": decode_from_gateway,
+    "engine": decode_from_engine,
+}
+
 
 def damaged(seed: int, frames: tuple[bytes, ...]) -> Iterator[bytes]:
     """Endless."""
@@ -142,6 +148,21 @@ def _parts(frame: bytes) -> tuple[dict[str, Any], bytes] | None:
     return (header, frame[end:]) if isinstance(header, dict) else None
 
 
+def outcome(decode: Callable[[bytes], Message | None], frame: bytes) -> str:
+    """What a decoder makes of a frame: "refused", "ignored" or "decoded". Whatever is no WireError comes out.
+
+    What decodes is a message that could have been sent: it can be encoded again.
+    """
+    try:
+        message = decode(frame)
+    except WireError:
+        return "refused"
+    if message is None:
+        return "ignored"
+    encode(message)
+    return "decoded"
+
+
 @dataclass(frozen=True, slots=True)
 class Fuzzed:
     """What became of the frames: `outcomes` by decoder, `grown_mib` is how much the peak of memory rose."""
@@ -152,23 +173,13 @@ class Fuzzed:
 
 
 def fuzz(seed: int, count: int) -> Fuzzed:
-    """Give `count` damaged frames to both decoders. Whatever is no WireError comes out.
-
-    What decodes is a message that could have been sent: it can be encoded again.
-    """
+    """Give `count` damaged frames to both decoders. Whatever is no WireError comes out."""
     outcomes: Counter[str] = Counter()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     stream = damaged(seed, GATEWAY_FRAMES + ENGINE_FRAMES)
     for _ in range(count):
         frame = next(stream)
-        for name, decode in (("gateway", decode_from_gateway), ("engine", decode_from_engine)):
-            try:
-                message: Message | None = decode(frame)
-            except WireError:
-                outcomes[f"{name}: refused"] += 1
-                continue
-            outcomes[f"{name}: {'ignored' if message is None else 'decoded'}"] += 1
-            if message is not None:
-                encode(message)
+        for name, decode in DECODERS.items():
+            outcomes[f"{name}: {outcome(decode, frame)}"] += 1
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return Fuzzed(count, dict(outcomes), grown / 1024)

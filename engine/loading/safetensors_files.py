@@ -6,7 +6,11 @@ the process (SIGBUS) where the file is cut meanwhile.
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -31,8 +35,26 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 
+#: Tensors from this size on have mappings of their own.
+_MAPPED_BYTES = 2**20
+
+#: A larger one is read in parts of this size, by up to so many threads.
+_PART_BYTES, _MOST_THREADS = 8 * 2**20, 4
+
 #: What the system is asked to fetch behind a tensor that is read, so that the disk works while it is put into place.
 _READ_AHEAD_BYTES = 64 * 2**20
+
+
+def _memory(num_bytes: int) -> bytearray | mmap.mmap:
+    """Where a tensor lies. A large one has a mapping of its own, gone with it: the allocator kept 370 MB of what
+    was freed while a model of 970 MB was loaded. In huge pages it is filled in half the time.
+    """
+    if num_bytes < _MAPPED_BYTES:
+        return bytearray(num_bytes)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 class SafetensorsFile:
@@ -50,27 +72,42 @@ class SafetensorsFile:
         dtype = DTYPES.get(entry.dtype)
         if dtype is None:
             raise ModelError(f"{self._file}: {name} is {entry.dtype}; supported are {', '.join(DTYPES)}.")
-        tensor = torch.empty(entry.shape, dtype=dtype)
-        if tensor.nbytes != entry.num_bytes:
+        if math.prod(entry.shape) * dtype.itemsize != entry.num_bytes:
             raise ModelError(
                 f"{self._file} has a malformed safetensors header: {name}, {entry.dtype} {list(entry.shape)}, has "
                 f"{entry.num_bytes} bytes."
             )
+        memory = _memory(entry.num_bytes)
         try:
-            self._read_into(memoryview(tensor.view(-1).view(torch.uint8).numpy()), start)
+            self._read_into(memoryview(memory), start)
         except OSError as error:
             raise ModelError(f"{self._file} cannot be read: {error.strerror}.") from error
-        return tensor
+        return (
+            torch.frombuffer(memory, dtype=dtype).view(entry.shape) if memory else torch.empty(entry.shape, dtype=dtype)
+        )
 
     def header(self) -> bytes:
         return read_header(self._file)
 
     def _read_into(self, memory: memoryview, start: int) -> None:
+        """By several threads: half of the time goes into making pages and copying into them."""
         with self._file.open("rb", buffering=0) as stream:
-            descriptor, done = stream.fileno(), 0
+            descriptor = stream.fileno()
             os.posix_fadvise(descriptor, start, len(memory) + _READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-            while done < len(memory):
-                count = os.preadv(descriptor, [memory[done:]], start + done)
-                if count == 0:
-                    raise ModelError(f"{self._file} was cut while it was read. Fetch the file again.")
-                done += count
+            begins = range(0, len(memory), _PART_BYTES)
+            parts = [(memory[begin : begin + _PART_BYTES], start + begin) for begin in begins]
+            if len(parts) <= 1:
+                for part in parts:
+                    self._read_part(descriptor, *part)
+                return
+            with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
+                for reading in [threads.submit(self._read_part, descriptor, *part) for part in parts]:
+                    reading.result()
+
+    def _read_part(self, descriptor: int, memory: memoryview, start: int) -> None:
+        done = 0
+        while done < len(memory):
+            count = os.preadv(descriptor, [memory[done:]], start + done)
+            if count == 0:
+                raise ModelError(f"{self._file} was cut while it was read. Fetch the file again.")
+            done += count

@@ -12,7 +12,7 @@ from engine.loading.store import ModelError, ModelFolder
 from engine.models.layout import Matrix
 from engine.preflight.report import Problem, Report
 from engine.quant import UNUSED
-from engine.quant.variants import AWQ_BITS, awq_variant, gptq_variant
+from engine.quant.variants import AWQ_BITS, awq_variant, check_transforms, gptq_variant
 
 _ABOUT = "quantization"
 
@@ -133,6 +133,7 @@ def _layout(found: Quantization) -> StoredLayout:
 
 def _compressed(found: Quantization) -> StoredLayout:
     """By the one group of modules that tools write; with several of them shapes are not compared."""
+    check_transforms(found)
     groups = found.inner("config_groups")
     group = groups.inner(next(iter(groups.values), ""))
     weights = group.inner("weights")

@@ -21,6 +21,7 @@ from engine.quant.fp8 import SCALES
 from engine.quant.fp8 import STORED as STORED_FP8
 from engine.quant.packing import num_words, unpacked
 from engine.quant.unquantized import UnquantizedExperts, UnquantizedWeight, plain, plain_experts
+from engine.quant.variants import check_transforms
 
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")
@@ -155,6 +156,7 @@ def _fits(target: str, name: str) -> bool:
 
 def method(quantization: Quantization) -> Groups:
     """Raises ModelError for a variant that is not supported."""
+    check_transforms(quantization)
     default = quantization.text("format", "")
     described = quantization.inner("config_groups")
     groups = []

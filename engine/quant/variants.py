@@ -1,4 +1,4 @@
-"""The variants of GPTQ and AWQ that are read, out of a checkpoint's description.
+"""The variants of GPTQ, AWQ and compressed-tensors that are read, out of a checkpoint's description.
 
 Knows nothing of torch, so that a look at a model can ask before anything is loaded.
 """
@@ -8,10 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.loading.quantization import Quantization
+from engine.loading.store import ModelError
 
 _GPTQ_BITS = (2, 3, 4, 8)
 
 AWQ_BITS = 4
+
+#: Where compressed-tensors' rotations are in the weights.
+_OFFLINE = {"weight_input", "weight_output"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +61,23 @@ def awq_variant(described: Quantization) -> AWQVariant:
     if not described.flag("zero_point", True):
         raise described.error("zero_point", "must be true; quantize again with zero points")
     return AWQVariant(group_size)
+
+
+def check_transforms(described: Quantization) -> None:
+    """Raise ModelError where compressed-tensors would have activations rotated as the model runs (SpinQuant's R3 and
+    R4, QuIP): without it the model answers nonsense. Rotations of weights are in the weights.
+    """
+    if not described.values.get("transform_config"):
+        return
+    groups = described.inner("transform_config").inner("config_groups")
+    for name in groups.values:
+        group = groups.inner(name)
+        steps = group.values.get("apply")
+        if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+            raise group.error("apply", "must be a list of objects")
+        locations = {str(step.get("location")) for step in steps}
+        if online := locations - _OFFLINE:
+            raise ModelError(
+                f"{group.source}: activations are rotated as the model runs ({', '.join(sorted(online))}), which is "
+                f"not supported; quantize again with rotations of weights alone (SpinQuant's R1 and R2)."
+            )

@@ -70,7 +70,7 @@ def test_is_served(
     assert f"Loading {made.format} model" in server.output()
     assert f"Using {made.format} kernel: " in server.output()
     messages = [{"role": "user", "content": QUESTION}]
-    body = {"model": made.target, "messages": messages, "temperature": 0, "max_tokens": 16}
+    body = {"model": f"./{made.target}", "messages": messages, "temperature": 0, "max_tokens": 16}
     status, answer = server.post("/v1/chat/completions", body)
     assert status == 200, answer
     text = json.loads(answer)["choices"][0]["message"]["content"]

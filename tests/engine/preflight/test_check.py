@@ -338,6 +338,14 @@ def test_quantized(tmp_path: Path, method: str, head: bool) -> None:
     assert ("says group_size 128" if method == "compressed-tensors" else "has the shape") in problems(folder)[0]
 
 
+def test_rotated_activations(tmp_path: Path) -> None:
+    described, tensors = quantized("compressed-tensors")
+    described["transform_config"] = {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}
+    folder = write_model(tmp_path / "m", CONFIG | {"quantization_config": described}, tensors)
+    (found,) = problems(folder)
+    assert "transform_config.config_groups.R4: activations are rotated as the model runs (input)" in found
+
+
 @pytest.mark.parametrize(
     ("method", "where", "tensor"),
     [

@@ -122,3 +122,23 @@ def test_groups_of_modules(tmp_path: Path) -> None:
 def test_refused(tmp_path: Path, described: dict[str, object], text: str) -> None:
     with pytest.raises(ModelError, match=text):
         open_folder(module_folder(tmp_path, described, {"m": torch.zeros(1)}))
+
+
+def rotated(*locations: str) -> dict[str, object]:
+    """A description with a rotation that is applied in these places."""
+    steps = [{"targets": ["Linear"], "location": location, "inverse": False} for location in locations]
+    return int4() | {"transform_config": {"config_groups": {"R": {"type": "hadamard", "apply": steps}}}}
+
+
+def test_rotations_of_weights_are_in_the_weights(tmp_path: Path) -> None:
+    packed = packed_int(16, 64)
+    reader, method = open_folder(module_folder(tmp_path, rotated("weight_input", "weight_output"), {"m": packed}))
+    assert isinstance(method, Groups)
+    assert torch.equal(method.weight(reader, LinearPart("m", 16, 64)), packed.weight)
+
+
+@pytest.mark.parametrize("location", ["input", "output", "k_cache", "q_attn"])
+def test_rotations_of_activations_are_refused(tmp_path: Path, location: str) -> None:
+    described = rotated("weight_output", location)
+    with pytest.raises(ModelError, match=rf"R: activations are rotated as the model runs \({location}\)"):
+        open_folder(module_folder(tmp_path, described, {"m": packed_int(16, 64)}))

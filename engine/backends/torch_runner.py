@@ -102,6 +102,7 @@ class _Source:
         checkpoint = None if load_format == "dummy" else Checkpoint(folder, load_format)
         if checkpoint is not None:
             check_described(quantized, checkpoint.entries, folder)
+            family = family.named_by(checkpoint.entries)
         return cls(
             folder=folder,
             family=family,

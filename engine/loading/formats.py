@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine.loading.stacked import apart
 from engine.loading.store import ModelError, ModelFolder
 from engine.loading.weight_files import weight_files
 
@@ -116,7 +117,7 @@ def tensors_with_starts(file: Path) -> dict[str, tuple[TensorEntry, int]]:
     size = file.stat().st_size
     if size != expected:
         raise ModelError(f"{file} has {size} bytes, its header describes {expected}. Fetch the file again.")
-    return found
+    return apart(found)
 
 
 def _tensor(file: Path, described: Mapping[str, Any], data: int) -> tuple[TensorEntry, int]:

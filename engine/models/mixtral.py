@@ -28,4 +28,5 @@ FAMILY = Family(
             down="block_sparse_moe.experts.{}.w2",
         )
     ),
+    other_names=WeightNames(),  # what transformers 5 has in memory, and stores on request
 )

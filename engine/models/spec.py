@@ -5,8 +5,8 @@ The decoder (`engine.models.decoder`) sees a ModelSpec only; a family makes one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
 
 from engine.layers.rope import Rope
 from engine.models.config import ConfigFields
@@ -128,8 +128,18 @@ def named_rows(names: tuple[str, ...], rows: tuple[int, ...]) -> tuple[tuple[str
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`spec` reads a config; `ignored` are endings of tensor names that old checkpoints carry in vain."""
+    """`spec` reads a config; `ignored` are endings of tensor names that old checkpoints carry in vain. `other_names`
+    are those of checkpoints that have another router's.
+    """
 
     spec: Callable[[ConfigFields], ModelSpec]
     names: WeightNames
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    other_names: WeightNames | None = None
+
+    def named_by(self, tensors: Container[str]) -> Family:
+        """The family with the names that a checkpoint of these tensors has."""
+        other = self.other_names
+        if other is None or f"{other.layer.format(0)}{other.experts.router}.weight" not in tensors:
+            return self
+        return replace(self, names=other)

@@ -52,6 +52,7 @@ def check(path: Path, wanted: Wanted, *, name: str | None = None) -> Report:
     entries = None if wanted.load_format == "dummy" else check_files(folder, wanted.load_format, report)
     stored = check_quantization(folder, entries or (), wanted.quantization, report)
     if family is not None and spec is not None:
+        family = family.named_by(entries or ())
         layout = layout_of(spec, family.names)
         if entries:
             check_tensors(entries, layout, stored, family, spec, report)

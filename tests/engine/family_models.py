@@ -141,6 +141,10 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+#: Variants that are also stored as transformers 5 holds them, as `NAME_stacked`.
+STACKED = ("mixtral", "qwen3_moe_sparse")
+
+
 def prompt(number: int) -> list[int]:
     """A prompt of PROMPT_LENGTHS[number] tokens of 120, the same in every process."""
     return [3 + (11 * number + 17 * place + place * place) % 117 for place in range(PROMPT_LENGTHS[number])]
@@ -177,6 +181,9 @@ def _main(folder: Path) -> None:
                 parameter.data += 5  # else the scaled embedding outweighs what layers add to it
         model.save_pretrained(folder / name)
         write_tokenizer(folder / name)
+        if name in STACKED:
+            model.save_pretrained(folder / f"{name}_stacked", save_original_format=False)
+            write_tokenizer(folder / f"{name}_stacked")
         golden[name] = _golden(model, [prompt(number) for number in variant.prompts])
         if variant.rope:
             golden[name]["rope"] = _rope_golden(config)

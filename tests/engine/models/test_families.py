@@ -13,10 +13,14 @@ import numpy as np
 import pytest
 
 from engine.backends.torch_runner import TorchRunner
+from engine.config import EngineConfig
 from engine.loading.store import ModelError
 from engine.plan import ModelInfo
+from engine.preflight import check
+from engine.preflight.devices import Device
+from engine.preflight.wanted import Wanted
 from protocol.sampling import SamplingParams
-from tests.engine.family_models import CONTEXT_LENGTH, NUM_NEW, PROMPT_LENGTHS, VARIANTS, prompt
+from tests.engine.family_models import CONTEXT_LENGTH, NUM_NEW, PROMPT_LENGTHS, STACKED, VARIANTS, prompt
 from tests.engine.sequences import Driver, Sequence
 from tests.engine.tiny_models import EOS_ID
 from tests.engine.torch_runners import Settings, driver, load
@@ -182,6 +186,13 @@ def test_what_is_special_would_be_missed(
     other.driver.run(sequences)
     found = [sequence.logprobs[0][3][0] for sequence in sequences]
     assert np.abs(np.array(found) - [max(each) for each in other.logprobs]).max() > 0.01
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_experts_as_transformers_5_holds_them(family_models: Path, kernel_cache: Path, name: str) -> None:
+    stacked = open_case(family_models, family_models / f"{name}_stacked", name, kernel_cache)
+    assert stacked.driver.run(stacked.sequences()) == stacked.ids
+    assert check(family_models / f"{name}_stacked", Wanted.by(EngineConfig(model="x"), Device("cpu", "CPU"))).ok
 
 
 def test_context_lengths(family_models: Path, kernel_cache: Path) -> None:

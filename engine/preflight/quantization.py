@@ -12,7 +12,7 @@ from engine.loading.store import ModelError, ModelFolder
 from engine.models.layout import Matrix
 from engine.preflight.report import Problem, Report
 from engine.quant import UNUSED
-from engine.quant.variants import AWQ_BITS, awq_variant, check_transforms, gptq_variant
+from engine.quant.variants import AWQ_BITS, awq_variant, check_transforms, gptq_overrides, gptq_variant
 
 _ABOUT = "quantization"
 
@@ -128,7 +128,8 @@ def _layout(found: Quantization) -> StoredLayout:
     if found.method == "awq":
         return StoredLayout("awq", AWQ_BITS, found.source, max(0, awq_variant(found).group_size))
     variant = gptq_variant(found)
-    return StoredLayout("gptq", variant.bits, found.source, max(0, variant.group_size), act_order=variant.act_order)
+    kind = "" if gptq_overrides(found) else "gptq"  # shapes are not compared where they differ by module
+    return StoredLayout(kind, variant.bits, found.source, max(0, variant.group_size), act_order=variant.act_order)
 
 
 def _compressed(found: Quantization) -> StoredLayout:

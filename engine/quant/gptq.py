@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from engine.loading.weights import Weights
 from engine.quant import LinearPart
 from engine.quant.dequantized import Dequantized
 from engine.quant.packing import num_words, unpacked
-from engine.quant.variants import gptq_variant
+from engine.quant.variants import GPTQVariant, gptq_overrides, gptq_variant
 
 _WORDS = ("I32",)
 _SCALES = ("F16", "BF16", "F32")
@@ -68,7 +69,30 @@ class GPTQLayout:
         return group
 
 
+@dataclass(frozen=True, slots=True)
+class DynamicLayout:
+    """Modules whose names match a pattern have a layout of their own, the first that fits; all others `layout`."""
+
+    layout: GPTQLayout
+    overrides: tuple[tuple[re.Pattern[str], GPTQLayout], ...]
+    mark: str = ".qweight"
+
+    @property
+    def name(self) -> str:
+        return ", ".join([self.layout.name, *(f"{pattern.pattern}: {own.name}" for pattern, own in self.overrides)])
+
+    def weight(self, reader: Weights, part: LinearPart) -> Tensor:
+        """float32 [rows, columns]."""
+        fitting = (layout for pattern, layout in self.overrides if pattern.match(part.name))
+        return next(fitting, self.layout).weight(reader, part)
+
+
 def method(quantization: Quantization) -> Dequantized:
     """Raises ModelError for a variant that is not supported."""
-    variant = gptq_variant(quantization)
-    return Dequantized(GPTQLayout(variant.bits, variant.group_size, zeros_less_one=variant.zeros_less_one))
+    layout = _layout(gptq_variant(quantization))
+    overrides = tuple((pattern, _layout(variant)) for pattern, variant in gptq_overrides(quantization))
+    return Dequantized(DynamicLayout(layout, overrides) if overrides else layout)
+
+
+def _layout(variant: GPTQVariant) -> GPTQLayout:
+    return GPTQLayout(variant.bits, variant.group_size, zeros_less_one=variant.zeros_less_one)

@@ -5,7 +5,8 @@ Knows nothing of torch, so that a look at a model can ask before anything is loa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 from engine.loading.quantization import Quantization
 from engine.loading.store import ModelError
@@ -46,6 +47,28 @@ def gptq_variant(described: Quantization) -> GPTQVariant:
     if version not in ("gptq", "gptq_v2"):
         raise described.error("checkpoint_format", "must be gptq or gptq_v2")
     return GPTQVariant(bits, group_size, described.flag("desc_act", False), zeros_less_one=version == "gptq")
+
+
+def gptq_overrides(described: Quantization) -> tuple[tuple[re.Pattern[str], GPTQVariant], ...]:
+    """Modules that are quantized otherwise: patterns that match the beginnings of their names, the first that does
+    decides. This is GPTQModel's `dynamic`; what it leaves plain (patterns after "-:") is told by the tensors.
+    Raises ModelError for a variant that is not supported.
+    """
+    if not described.values.get("dynamic"):
+        return ()
+    dynamic, found = described.inner("dynamic"), []
+    for pattern in dynamic.values:
+        if not pattern.startswith("-:"):
+            changed = replace(dynamic.inner(pattern), values={**described.values, **dynamic.inner(pattern).values})
+            found.append((_pattern(dynamic, pattern.removeprefix("+:")), gptq_variant(changed)))
+    return tuple(found)
+
+
+def _pattern(described: Quantization, text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ModelError(f"{described.source}: {text!r} is no pattern of module names: {error}.") from error
 
 
 def awq_variant(described: Quantization) -> AWQVariant:

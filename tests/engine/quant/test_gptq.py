@@ -74,12 +74,33 @@ def test_weights_are_rounded_to_the_dtype_in_force(tmp_path: Path) -> None:
     assert torch.equal(method.weight(reader, LinearPart("m", 32, 64)), packed.weight.bfloat16())
 
 
+def test_modules_that_are_quantized_otherwise(tmp_path: Path) -> None:
+    """GPTQModel's `dynamic`: the first pattern that matches decides, and what it leaves plain has plain tensors."""
+    dynamic = {r"-:.*\.k$": {}, r"+:.*\.q": {"bits": 8, "group_size": -1}, r".*\.(q|v)": {"group_size": 64}}
+    parts = {
+        "a.q": gptq(64, 128, bits=8, group_size=-1, seed=1),
+        "a.k": torch.randn(32, 128),
+        "a.v": gptq(32, 128, group_size=64, seed=2),
+        "a.o": gptq(64, 128, seed=3),
+    }
+    reader, method = open_folder(module_folder(tmp_path, CONFIG | {"dynamic": dynamic}, parts))
+    assert isinstance(method, Dequantized)
+    for name, part in parts.items():
+        expected = part if isinstance(part, torch.Tensor) else part.weight
+        assert torch.equal(method.weight(reader, LinearPart(name, *expected.shape)), expected)
+    reader.finish(())
+    assert method.name == r"gptq 4 bits, .*\.q: gptq 8 bits, .*\.(q|v): gptq 4 bits, dequantized"
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"bits": 5}, "bits is 5; it must be 2, 3, 4 or 8"),
         ({"bits": "four"}, "bits is 'four'; it must be an integer"),
         ({"group_size": 0}, "group_size is 0; it must be positive, or -1"),
+        ({"dynamic": {"+:(": {}}}, r"dynamic: '\(' is no pattern of module names: missing \)"),
+        ({"dynamic": {"+:a": {"bits": 5}}}, r"dynamic\.\+:a: bits is 5; it must be 2, 3, 4 or 8"),
+        ({"dynamic": {"+:a": 8}}, r"dynamic: \+:a is 8; it must be an object"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; it must be gptq or gptq_v2"),
     ],
 )

@@ -20,16 +20,15 @@ def silu_and_mul(x: Tensor) -> Tensor:
     x may be a view with a row stride.
     """
     if x.is_cuda:
-        from kernels.gpu.activation import silu_and_mul as on_gpu
-
-        return on_gpu(x)
+        return _on_gpu(x, Activation.SILU)
     library = native()
     return silu_and_mul_reference(x) if library is None else _by_rows(library.silu_and_mul, x)
 
 
 def gelu_and_mul(x: Tensor) -> Tensor:
-    """`silu_and_mul` with GELU in its form with tanh (Hendrycks and Gimpel, 2016). Not on a GPU."""
-    assert not x.is_cuda
+    """`silu_and_mul` with GELU in its form with tanh (Hendrycks and Gimpel, 2016)."""
+    if x.is_cuda:
+        return _on_gpu(x, Activation.GELU_TANH)
     library = native()
     return gelu_and_mul_reference(x) if library is None else _by_rows(library.gelu_and_mul, x)
 
@@ -52,6 +51,12 @@ def soft_cap_(x: Tensor, cap: float) -> None:
         x.copy_(soft_capped(x, cap))
     else:
         library.soft_cap(x.data_ptr(), x.numel(), cap)
+
+
+def _on_gpu(x: Tensor, activation: Activation) -> Tensor:
+    from kernels.gpu.activation import activate_and_mul
+
+    return activate_and_mul(x, activation)
 
 
 def _by_rows(operator: Callable[..., None], x: Tensor) -> Tensor:

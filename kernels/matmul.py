@@ -127,14 +127,13 @@ def gated_linear(
 ) -> Tensor:
     """`activate_and_mul` of `linear`, in one pass where the device has one: x [M, K] → [M, N / 2] in x.dtype.
 
-    The first half of the weight's rows [N, K] is the gate. A GPU has SiLU alone.
+    The first half of the weight's rows [N, K] is the gate.
     """
     if x.is_cuda:
         from kernels.gpu.matmul import gated_linear as on_gpu
 
         assert x.dtype == packed.dtype
-        assert activation is Activation.SILU
-        return on_gpu(x, packed.data, bias)
+        return on_gpu(x, packed.data, bias, activation)
     return activate_and_mul(linear(x, packed, bias), activation)
 
 

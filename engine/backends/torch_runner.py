@@ -138,8 +138,6 @@ class TorchRunner:
         # The CPU computes float16 in float32: only the weights stay as small as they are.
         active = torch.float32 if stored is torch.float16 and device.type == "cpu" else stored
         context_length = _context_length(config.max_model_len, spec)
-        if device.type != "cpu":
-            _refuse_on_gpu(spec)
         kv_dtype = kv_cache_dtype(
             config.kv_cache_dtype, source.quantization, active=_name(active), on_cpu=device.type == "cpu"
         )
@@ -342,12 +340,6 @@ def _context_length(asked: int | None, spec: ModelSpec) -> int:
             f"{spec.max_context_length}."
         )
     return asked
-
-
-def _refuse_on_gpu(spec: ModelSpec) -> None:
-    """Raise ModelError, naming what, when a model needs an operator in a form that only a CPU has."""
-    if spec.activation is not kernels.Activation.SILU:
-        raise ModelError(f"config.json: the activation {spec.activation.value} runs on a CPU alone; use --device cpu.")
 
 
 def _log_quantization(source: _Source, stored: torch.dtype) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels._triton import tl, triton
-from kernels.gpu.activation import silu_times
+from kernels.gpu.activation import active_times
 from kernels.gpu.launch import begin, limits, wait
 from kernels.gpu.matmul import Tile, add_product, fitting_stages
 
@@ -90,7 +90,7 @@ def expert_linear_kernel(
         x_ptrs += BK
         w_ptrs += BK
     T: tl.constexpr = y_ptr.dtype.element_ty
-    y = silu_times(acc, acc_up, T) if GATED else acc.to(T)
+    y = active_times(acc, acc_up, False, T) if GATED else acc.to(T)
     y_row = m if GATED else pair
     cells = y_row.to(tl.int64)[:, None] * NUM_OUT + n[None, :]
     tl.store(y_ptr + cells, y, mask=m_inside[:, None] & n_inside[None, :])

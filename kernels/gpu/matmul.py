@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kernels._triton import tl, triton
-from kernels.gpu.activation import silu_and_mul, silu_times
+from kernels.gate import Activation
+from kernels.gpu.activation import activate_and_mul, active_times
 from kernels.gpu.launch import Limits, begin, limits, wait
 
 #: Above this many rows the library is faster than the tiles (H200: 4.22 against 4.27 ms of a model's
@@ -65,14 +66,16 @@ def linear_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
     SWAP: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = x Wᵀ + bias. GATED: rows n and n + NUM_OUT of the weight are gate and up of column n. ADD: a residual
-    [num_rows, NUM_OUT] is added. SWAP: weights are the left operand, whose 64 rows the tensor core wants (wgmma)."""
+    """y = x Wᵀ + bias. GATED: rows n and n + NUM_OUT of the weight are gate and up of column n, by SiLU or GELU. ADD:
+    a residual [num_rows, NUM_OUT] is added. SWAP: weights are the left operand, whose 64 rows the tensor core wants
+    (wgmma)."""
     begin(PDL)
     EVEN_K: tl.constexpr = NUM_IN % BK == 0
     num_row_tiles = tl.cdiv(num_rows, BM)
@@ -106,7 +109,7 @@ def linear_kernel(
         if GATED:
             acc_up += bias_block(bias_ptr + NUM_OUT + n, n_inside, SWAP)
     T: tl.constexpr = y_ptr.dtype.element_ty
-    y = silu_times(acc, acc_up, T) if GATED else acc.to(T)
+    y = active_times(acc, acc_up, GELU, T) if GATED else acc.to(T)
     if SWAP:
         cells = m.to(tl.int64)[None, :] * NUM_OUT + n[:, None]
         inside = m_inside[None, :] & n_inside[:, None]
@@ -142,7 +145,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     tile = choose_tile(x, weight, has_bias=bias is not None, gated=False, out_dtype=out_dtype)
     if tile is None:
         return torch.mm(x, weight.t(), out=y)
-    _launch(tile, x, weight, bias, None, y, gated=False)
+    _launch(tile, x, weight, bias, None, y)
     return y
 
 
@@ -153,21 +156,21 @@ def add_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
         return None
     y = torch.empty_like(residual)
     if x.shape[0]:
-        _launch(tile, x, weight, bias, residual, y, gated=False)
+        _launch(tile, x, weight, bias, residual, y)
     return y
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """silu(x Wgᵀ + bg) * (x Wuᵀ + bu) for weight [2 * I, K], gate first: [M, I] in x.dtype.
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation = Activation.SILU) -> Tensor:
+    """activation(x Wgᵀ + bg) * (x Wuᵀ + bu) for weight [2 * I, K], gate first: [M, I] in x.dtype.
 
-    The same bits as `linear` followed by `silu_and_mul`.
+    The same bits as `linear` followed by `activate_and_mul`.
     """
     tile = choose_tile(x, weight, has_bias=bias is not None, gated=True, out_dtype=x.dtype)
     if tile is None:
-        return silu_and_mul(torch.mm(x, weight.t()))
+        return activate_and_mul(torch.mm(x, weight.t()), activation)
     y = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     if x.shape[0]:
-        _launch(tile, x, weight, bias, None, y, gated=True)
+        _launch(tile, x, weight, bias, None, y, gate=activation)
     return y
 
 
@@ -203,7 +206,14 @@ def choose_tile(x: Tensor, weight: Tensor, *, has_bias: bool, gated: bool, out_d
 
 
 def _launch(
-    tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, *, gated: bool
+    tile: Tile,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+    *,
+    gate: Activation | None = None,
 ) -> None:
     assert residual is None or residual.is_contiguous()
     limit = limits(x.device)
@@ -217,14 +227,15 @@ def _launch(
         BM=tile.rows,
         BN=tile.columns,
         BK=tile.depth,
-        GATED=gated,
+        GATED=gate is not None,
+        GELU=gate is Activation.GELU_TANH,
         HAS_BIAS=bias is not None,
         ADD=residual is not None,
         SWAP=tile.swap,
         PREFETCH=tile.prefetch if limit.dependent and num_in >= tile.prefetch else 0,
         PDL=limit.dependent,
         num_warps=tile.warps,
-        num_stages=fitting_stages(tile, limit, x.element_size(), gated=gated),
+        num_stages=fitting_stages(tile, limit, x.element_size(), gated=gate is not None),
         **limit.options,
     )
 

@@ -87,7 +87,7 @@ VARIANTS: dict[str, Variant] = {
         "Gemma2",
         {
             "hidden_size": 48,
-            "head_dim": 20,
+            "head_dim": 32,
             "sliding_window": WINDOW,
             "query_pre_attn_scalar": 24,
             "attn_logit_softcapping": 3.0,

@@ -44,7 +44,19 @@ def test_greedy_ids_are_those_of_transformers(tiny_models: Path, kernel_cache: P
     assert driver(runner, info).run(sequences, depth=depth) == golden["ids"]
 
 
-@pytest.mark.parametrize("variant", ["qwen2_tied", "qwen2_window", "qwen3_bias", "mistral_window", "llama_yarn"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "qwen2_tied",
+        "qwen2_window",
+        "qwen3_bias",
+        "mistral_window",
+        "llama_yarn",
+        "gemma2",
+        "phi3_longrope_long",
+        "qwen",
+    ],
+)
 def test_greedy_ids_of_other_families(family_models: Path, kernel_cache: Path, variant: str) -> None:
     golden = json.loads((family_models / "golden.json").read_text())[variant]
     runner, info = load(gpu_settings(family_models / variant, "float32", kernel_cache))

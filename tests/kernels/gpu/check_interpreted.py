@@ -14,9 +14,10 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 import kernels
-from kernels.activation import silu_and_mul_reference
+from kernels.activation import gelu_and_mul_reference, silu_and_mul_reference
 from kernels.attention import rotate_and_attend
 from kernels.experts import mix_experts_reference
+from kernels.gate import Activation
 from kernels.gpu import activation, decode, embedding, experts, logprobs, matmul, noise, norm, routing, sampling
 from kernels.norm import rms_norm_reference
 from kernels.routing import route_reference
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.
 
 CLOSE = {torch.float32: 1e-6, torch.float16: 1e-3}
 DTYPES = list(CLOSE)
+REFERENCES = {Activation.SILU: silu_and_mul_reference, Activation.GELU_TANH: gelu_and_mul_reference}
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +71,10 @@ def test_rms_norm_by_a_float32_weight(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_and_mul_of_a_view(dtype: torch.dtype) -> None:
-    x = torch.randn(3, 250).to(dtype)[:, :200]
-    assert error(activation.silu_and_mul(x), silu_and_mul_reference(x)) < CLOSE[dtype]
+def test_gated_activations_of_a_view(dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 250) * 3).to(dtype)[:, :200]
+    for kind, reference in REFERENCES.items():
+        assert error(activation.activate_and_mul(x, kind), reference(x)) < CLOSE[dtype]
 
 
 def test_soft_cap() -> None:
@@ -102,8 +105,9 @@ def test_products(dtype: torch.dtype, rows: int) -> None:
         if rows:
             assert error(found[0], wanted) < 1e-6
             assert error(found[1], wanted + bias) < CLOSE[dtype]
-            gated = silu_and_mul_reference((wanted + bias).to(dtype))
-            assert error(matmul.gated_linear(x, weight, bias), gated) < CLOSE[dtype]
+            for kind, reference in REFERENCES.items():
+                gated = reference((wanted + bias).to(dtype))
+                assert error(matmul.gated_linear(x, weight, bias, kind), gated) < CLOSE[dtype]
 
 
 @pytest.mark.parametrize("renormalize", [False, True])

@@ -27,13 +27,15 @@ def test_row_operators(capability: int, dtype: torch.dtype, monkeypatch: pytest.
         x = torch.empty(2, 4096, dtype=dtype)
         norm.rms_norm(x, x[0], 1e-5, x)
         norm.head_norm_(x, x[0, :128], x[0, :128], 1e-6, num_heads=24, num_kv_heads=4)
-        activation.silu_and_mul(x)
+        for kind in kernels.Activation:
+            activation.activate_and_mul(x, kind)
         activation.soft_cap_(x.float(), 30.0)
         embedding.embed_ahead(torch.empty(2, dtype=torch.int32), torch.empty(4, dtype=torch.int32), x, dtype)
     assert compiled.names == [
         "rms_norm_kernel",
         "head_norm_kernel",
-        "silu_and_mul_kernel",
+        "activate_and_mul_kernel",
+        "activate_and_mul_kernel",
         "soft_cap_kernel",
         "embed_kernel",
     ]
@@ -49,6 +51,7 @@ def test_products(capability: int, dtype: torch.dtype, monkeypatch: pytest.Monke
                 matmul.linear(x, weight, None, dtype)
                 matmul.linear(x, weight, torch.empty(num_out), torch.float32)
                 matmul.gated_linear(x, weight, None)
+            matmul.gated_linear(x, weight, None, kernels.Activation.GELU_TANH)
     assert set(compiled.names) == {"linear_kernel"}
     assert _uses_wgmma(compiled) == (capability >= 90 and dtype is torch.bfloat16)
 

@@ -51,9 +51,10 @@ def test_rms_norm(cuda: torch.device, dtype: torch.dtype, width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_and_mul(cuda: torch.device, dtype: torch.dtype) -> None:
+def test_gated_activations(cuda: torch.device, dtype: torch.dtype) -> None:
     x = (torch.randn(9, 600, device=cuda) * 4).to(dtype)
-    assert error(kernels.silu_and_mul(x), kernels.silu_and_mul(x.cpu())) < CLOSE[dtype]
+    for operator in (kernels.silu_and_mul, kernels.gelu_and_mul):
+        assert error(operator(x), operator(x.cpu())) < CLOSE[dtype]
 
 
 def test_soft_cap(cuda: torch.device) -> None:
@@ -97,19 +98,23 @@ def test_products_are_right_and_do_not_depend_on_the_batch(cuda: torch.device, d
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gated_products_have_the_bits_of_their_parts(cuda: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", kernels.Activation)
+def test_gated_products_have_the_bits_of_their_parts(
+    cuda: torch.device, dtype: torch.dtype, kind: kernels.Activation
+) -> None:
     wrong = []
+    operator = kernels.silu_and_mul if kind is kernels.Activation.SILU else kernels.gelu_and_mul
     for num_out, num_in in GATED_SHAPES if dtype is torch.bfloat16 else GATED_SHAPES[-1:]:
         weight, x = (
             torch.randn(num_out, num_in, device=cuda).to(dtype),
             torch.randn(1000, num_in, device=cuda).to(dtype),
         )
         packed = kernels.pack_linear(weight * 0.05)
-        whole = kernels.silu_and_mul(kernels.linear(x, packed))
+        whole = operator(kernels.linear(x, packed))
         wrong += [
             (num_out, num_in, rows)
             for rows in ROW_COUNTS
-            if not torch.equal(kernels.gated_linear(x[-rows:], packed), whole[-rows:])
+            if not torch.equal(kernels.gated_linear(x[-rows:], packed, None, kind), whole[-rows:])
         ]
     assert wrong == []
 

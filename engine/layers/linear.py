@@ -20,7 +20,9 @@ class Linear:
         self._bias: Tensor | None = None
         if bias:
             # Added in float32 before the product is rounded, so it is kept so.
-            self._bias = torch.cat([reader.take(f"{part.name}.bias", (part.rows,)) for part in parts]).float()
+            self._bias = torch.cat(
+                [reader.take(f"{part.name}.bias", (part.rows,), part.region[:1]) for part in parts]
+            ).float()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, columns] → [M, rows of all parts]."""

@@ -33,14 +33,18 @@ class TensorEntry:
     num_bytes: int
 
 
+#: A part of a tensor: which indices of each dimension, without gaps.
+Region = tuple[range, ...]
+
+
 class WeightFile(Protocol):
     """One open file of weights."""
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]: ...
 
-    def read(self, name: str) -> Tensor:
-        """The tensor, in memory of its own, as the file has it."""
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """The tensor or a part of it, in memory of its own, as the file has it."""
         ...
 
     def header(self) -> bytes:
@@ -69,9 +73,9 @@ class Checkpoint:
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self.entries.values())
 
-    def read(self, name: str) -> Tensor:
-        """The tensor, copied out of its file, in the file's dtype."""
-        return self._opened[self.entries[name].file].read(name)
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """The tensor, or a part of it alone, copied out of its file, in the file's dtype."""
+        return self._opened[self.entries[name].file].read(name, region)
 
     def header(self, file: Path) -> bytes:
         """What names and describes the tensors of one of `files`."""
@@ -88,6 +92,11 @@ def _open(file: Path, weight_format: str, folder: ModelFolder) -> WeightFile:
         return pt
     gguf: WeightFile = importlib.import_module("engine.loading.gguf_files").GGUFFile(file, folder)
     return gguf
+
+
+def slices(region: Region) -> tuple[slice, ...]:
+    """The same as an index."""
+    return tuple(slice(part.start, part.stop) for part in region)
 
 
 def read_header(file: Path) -> bytes:

@@ -17,7 +17,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from engine.loading.formats import TensorEntry
+from engine.loading.formats import Region, TensorEntry, slices
 from engine.loading.store import ModelError, ModelFolder
 
 if TYPE_CHECKING:
@@ -77,8 +77,10 @@ class GGUFFile:
         }
         self.entries = {name: _entry(file, tensor) for name, tensor in self._tensors.items()}
 
-    def read(self, name: str) -> Tensor:
-        """float32, also of a tensor stored in fewer bits; the entry says F32."""
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """float32, also of a tensor stored in fewer bits; the entry says F32. A part is cut out of the whole, whose
+        rows may have another order in the file.
+        """
         from gguf import dequantize
 
         stored = self._tensors[name]
@@ -89,7 +91,7 @@ class GGUFFile:
                 tensor = _half_split(tensor, num_heads)
         if self._architecture in _NORMS_PLUS_ONE and "norm" in name:
             tensor = tensor - 1
-        return tensor
+        return tensor if region is None else tensor[slices(region)].contiguous()
 
     def header(self) -> bytes:
         described = {name: [int(tensor.tensor_type), tensor.shape.tolist()] for name, tensor in self._tensors.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.loading.formats import read_header, tensors_with_starts
+from engine.loading.formats import Region, read_header, tensors_with_starts
 from engine.loading.store import ModelError
 
 #: The format's names of types.
@@ -66,8 +67,10 @@ class SafetensorsFile:
         self.entries = {name: entry for name, (entry, _) in found.items()}
         self._starts = {name: start for name, (_, start) in found.items()}
 
-    def read(self, name: str) -> Tensor:
-        """The tensor `name`. Raises ModelError when it cannot be read, or is of a type that torch has not."""
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """The tensor `name`, or of a matrix or vector a part alone. Raises ModelError when it cannot be read, or is of
+        a type that torch has not.
+        """
         entry, start = self.entries[name], self._starts[name]
         dtype = DTYPES.get(entry.dtype)
         if dtype is None:
@@ -77,37 +80,57 @@ class SafetensorsFile:
                 f"{self._file} has a malformed safetensors header: {name}, {entry.dtype} {list(entry.shape)}, has "
                 f"{entry.num_bytes} bytes."
             )
-        memory = _memory(entry.num_bytes)
+        shape = entry.shape if region is None else tuple(len(part) for part in region)
+        memory = _memory(math.prod(shape) * dtype.itemsize)
         try:
-            self._read_into(memoryview(memory), start)
+            starts = [start + dtype.itemsize * first for first in _runs(entry.shape, region)]
+            self._read_into(memoryview(memory), starts)
         except OSError as error:
             raise ModelError(f"{self._file} cannot be read: {error.strerror}.") from error
-        return (
-            torch.frombuffer(memory, dtype=dtype).view(entry.shape) if memory else torch.empty(entry.shape, dtype=dtype)
-        )
+        return torch.frombuffer(memory, dtype=dtype).view(shape) if memory else torch.empty(shape, dtype=dtype)
 
     def header(self) -> bytes:
         return read_header(self._file)
 
-    def _read_into(self, memory: memoryview, start: int) -> None:
-        """By several threads: half of the time goes into making pages and copying into them."""
+    def _read_into(self, memory: memoryview, starts: Sequence[int]) -> None:
+        """Fill `memory` with runs of equal length from `starts` on. By several threads: half of the time goes into
+        making pages and copying into them.
+        """
+        length = len(memory) // len(starts)
+        parts = [
+            (memory[run * length + begin : run * length + min(begin + _PART_BYTES, length)], start + begin)
+            for run, start in enumerate(starts)
+            for begin in range(0, length, _PART_BYTES)
+        ]
+        ahead = starts[-1] - starts[0] + length + _READ_AHEAD_BYTES
+        num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), -(-len(memory) // _PART_BYTES))
         with self._file.open("rb", buffering=0) as stream:
             descriptor = stream.fileno()
-            os.posix_fadvise(descriptor, start, len(memory) + _READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-            begins = range(0, len(memory), _PART_BYTES)
-            parts = [(memory[begin : begin + _PART_BYTES], start + begin) for begin in begins]
-            if len(parts) <= 1:
-                for part in parts:
-                    self._read_part(descriptor, *part)
-                return
-            with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
-                for reading in [threads.submit(self._read_part, descriptor, *part) for part in parts]:
+            os.posix_fadvise(descriptor, starts[0], ahead, os.POSIX_FADV_WILLNEED)
+            if num_threads <= 1:
+                return self._read_parts(descriptor, parts)
+            with ThreadPoolExecutor(num_threads) as threads:
+                shares = [parts[number::num_threads] for number in range(num_threads)]
+                for reading in [threads.submit(self._read_parts, descriptor, share) for share in shares]:
                     reading.result()
 
-    def _read_part(self, descriptor: int, memory: memoryview, start: int) -> None:
-        done = 0
-        while done < len(memory):
-            count = os.preadv(descriptor, [memory[done:]], start + done)
-            if count == 0:
-                raise ModelError(f"{self._file} was cut while it was read. Fetch the file again.")
-            done += count
+    def _read_parts(self, descriptor: int, parts: Sequence[tuple[memoryview, int]]) -> None:
+        for memory, start in parts:
+            done = 0
+            while done < len(memory):
+                count = os.preadv(descriptor, [memory[done:]], start + done)
+                if count == 0:
+                    raise ModelError(f"{self._file} was cut while it was read. Fetch the file again.")
+                done += count
+
+
+def _runs(shape: tuple[int, ...], region: Region | None) -> Sequence[int]:
+    """The first element of each run of elements that a region has in one piece: all of it, or its part of a row."""
+    if region is None:
+        return [0]
+    if len(region) == 1:
+        return [region[0].start]
+    rows, columns = region
+    if len(columns) == shape[1]:
+        return [rows.start * shape[1]]
+    return [row * shape[1] + columns.start for row in rows]

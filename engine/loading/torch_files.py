@@ -8,7 +8,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from engine.loading.formats import TensorEntry
+from engine.loading.formats import Region, TensorEntry, slices
 from engine.loading.safetensors_files import DTYPES
 from engine.loading.store import ModelError
 
@@ -30,8 +30,9 @@ class TorchFile:
             for name, tensor in self._tensors.items()
         }
 
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name].clone(memory_format=torch.contiguous_format)
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        part = self._tensors[name] if region is None else self._tensors[name][slices(region)]
+        return part.clone(memory_format=torch.contiguous_format)
 
     def header(self) -> bytes:
         return orjson.dumps({name: [entry.dtype, entry.shape] for name, entry in sorted(self.entries.items())})

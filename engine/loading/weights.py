@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.loading.formats import Checkpoint
+from engine.loading.formats import Checkpoint, Region, slices
 from engine.loading.store import ModelError
 from engine.plan import Progress
 
@@ -34,11 +34,15 @@ class Weights(Protocol):
         """Whether a checkpoint holds the tensor `name`."""
         ...
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`. Raises ModelError when it is absent or of another shape or kind."""
+    def take(self, name: str, shape: tuple[int, ...], region: Region | None = None) -> Tensor:
+        """The tensor `name`, which has this `shape` in the checkpoint, or what `region` says of it. Raises ModelError
+        when it is absent or of another shape or kind.
+        """
         ...
 
-    def take_stored(self, name: str, shape: tuple[int, ...], stored: Collection[str]) -> Tensor:
+    def take_stored(
+        self, name: str, shape: tuple[int, ...], stored: Collection[str], region: Region | None = None
+    ) -> Tensor:
         """As `take`, of one of the dtypes `stored` (safetensors' names), and left in it."""
         ...
 
@@ -59,14 +63,17 @@ class DummyWeights:
         del name
         return False
 
-    def take_stored(self, name: str, shape: tuple[int, ...], stored: Collection[str]) -> Tensor:
-        raise AssertionError(f"{name} {shape} {stored}: only what `has` tells of is taken as it is stored")
+    def take_stored(
+        self, name: str, shape: tuple[int, ...], stored: Collection[str], region: Region | None = None
+    ) -> Tensor:
+        raise AssertionError(f"{name} {shape} {stored} {region}: only what `has` tells of is taken as it is stored")
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], region: Region | None = None) -> Tensor:
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "little")
         generator = torch.Generator(self.device).manual_seed(seed)
         mean = 1.0 if "norm" in name else 0.0
-        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(mean, 0.02, generator=generator)
+        whole = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(mean, 0.02, generator=generator)
+        return whole if region is None else whole[slices(region)].contiguous()
 
 
 class WeightReader:
@@ -86,14 +93,13 @@ class WeightReader:
     def has(self, name: str) -> bool:
         return name in self._checkpoint.entries
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`. Raises ModelError when it is absent or of another shape or kind."""
-        return self.take_stored(name, shape, STORED).to(self.dtype)
+    def take(self, name: str, shape: tuple[int, ...], region: Region | None = None) -> Tensor:
+        return self.take_stored(name, shape, STORED, region).to(self.dtype)
 
-    def take_stored(self, name: str, shape: tuple[int, ...], stored: Collection[str]) -> Tensor:
-        """As `take`, of one of the dtypes `stored` (safetensors' names), and left in it. A single number may be
-        stored with any number of dimensions.
-        """
+    def take_stored(
+        self, name: str, shape: tuple[int, ...], stored: Collection[str], region: Region | None = None
+    ) -> Tensor:
+        """A single number may be stored with any number of dimensions. No more than `region` is read."""
         entry = self._checkpoint.entries.get(name)
         if entry is None:
             files = ", ".join(file.name for file in self._checkpoint.files)
@@ -104,11 +110,13 @@ class WeightReader:
             )
         if entry.dtype not in stored:
             raise ModelError(f"{entry.file.name}: {name} is {entry.dtype}; supported are {', '.join(stored)}.")
-        tensor = self._checkpoint.read(name).to(self.device).view(shape)
+        if region is not None and all(len(part) == size for part, size in zip(region, shape, strict=True)):
+            region = None
+        tensor = self._checkpoint.read(name, region).to(self.device)
         self._left.discard(name)
-        self._done += entry.num_bytes
+        self._done += entry.num_bytes if region is None else tensor.nbytes
         self._progress("loading weights", self._done, self._total)
-        return tensor
+        return tensor.view(shape) if region is None else tensor
 
     def finish(self, ignored: tuple[str, ...]) -> None:
         """Raise ModelError when tensors are left over whose names do not end in one of `ignored`.

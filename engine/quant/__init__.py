@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import kernels
 from engine.loading.quantization import Quantization
+from engine.loading.store import ModelError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,11 +23,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LinearPart:
-    """One matrix of the checkpoint: [rows, columns] under `name` (without the tensor's suffix)."""
+    """A matrix of the checkpoint, [rows, columns] under `name` (without the tensor's suffix), or a part of it: what
+    one of several devices holds. Only the part is read, in any format.
+    """
 
     name: str
     rows: int
     columns: int
+    only_rows: range | None = None
+    only_columns: range | None = None
+
+    @property
+    def region(self) -> tuple[range, range]:
+        """The rows and the columns there are of it."""
+        return self.only_rows or range(self.rows), self.only_columns or range(self.columns)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[rows, columns] of the part."""
+        rows, columns = self.region
+        return len(rows), len(columns)
+
+    def of_rank(self, rank: int, num_ranks: int, *, by_rows: bool) -> LinearPart:
+        """An equal share of the part's rows, or columns. Raises ModelError where it cannot be divided."""
+        rows, columns = self.region
+        whole = rows if by_rows else columns
+        size, rest = divmod(len(whole), num_ranks)
+        if rest:
+            raise ModelError(
+                f"{self.name} has {len(whole)} {'rows' if by_rows else 'columns'}, which cannot be divided among "
+                f"{num_ranks} devices."
+            )
+        own = whole[rank * size : (rank + 1) * size]
+        return replace(self, only_rows=own) if by_rows else replace(self, only_columns=own)
 
 
 @dataclass(frozen=True, slots=True)

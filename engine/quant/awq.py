@@ -10,8 +10,8 @@ from engine.loading.quantization import Quantization
 from engine.loading.store import ModelError
 from engine.loading.weights import Weights
 from engine.quant import LinearPart
-from engine.quant.dequantized import Dequantized
-from engine.quant.packing import unpacked
+from engine.quant.dequantized import Dequantized, blocks_of, in_blocks, scaled
+from engine.quant.packing import unpacked, words_of
 from engine.quant.variants import AWQ_BITS, awq_variant
 
 _PER_WORD = 8
@@ -43,12 +43,14 @@ class AWQLayout:
                 f"{part.name} is {rows} x {columns}; in AWQ the first is a multiple of {_PER_WORD} and the second of "
                 f"the group size, {size}."
             )
-        num_words, num_groups = rows // _PER_WORD, columns // size
-        values = _columns(reader.take_stored(f"{part.name}.qweight", (columns, num_words), _WORDS))
-        zeros = _columns(reader.take_stored(f"{part.name}.qzeros", (num_groups, num_words), _WORDS))
-        scales = reader.take_stored(f"{part.name}.scales", (num_groups, rows), _SCALES).float().t()
-        grouped = values.reshape(rows, num_groups, size)
-        return ((grouped - zeros[..., None]).float() * scales[..., None]).reshape(rows, columns)
+        num_words, num_groups, region, block = rows // _PER_WORD, columns // size, part.region, (1, size)
+        words, own = words_of(region[0], AWQ_BITS)
+        groups = blocks_of(region, block)[1]
+        packed = reader.take_stored(f"{part.name}.qweight", (columns, num_words), _WORDS, (region[1], words))
+        packed_zeros = reader.take_stored(f"{part.name}.qzeros", (num_groups, num_words), _WORDS, (groups, words))
+        scales = reader.take_stored(f"{part.name}.scales", (num_groups, rows), _SCALES, (groups, region[0])).t()
+        zeros = in_blocks(_columns(packed_zeros)[own], region, block)
+        return scaled(_columns(packed)[own] - zeros, in_blocks(scales, region, block))
 
 
 def _columns(words: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ from torch import Tensor
 from engine.loading.quantization import Quantization
 from engine.loading.weights import Weights
 from engine.quant import ExpertParts, LinearPart
-from engine.quant.dequantized import Dequantized, in_blocks, num_blocks, scaled
+from engine.quant.dequantized import Dequantized, blocks_of, in_blocks, num_blocks, scaled
 from engine.quant.fp8 import SCALES
 from engine.quant.fp8 import STORED as STORED_FP8
-from engine.quant.packing import num_words, unpacked
+from engine.quant.packing import num_words, unpacked, words_of
 from engine.quant.unquantized import UnquantizedExperts, UnquantizedWeight, plain, plain_experts
 from engine.quant.variants import check_transforms
 
@@ -46,9 +46,14 @@ class Scales:
         assert self.block is not None
         return self.block
 
-    def shape(self, part: LinearPart) -> tuple[int, ...]:
-        """The shape of `weight_scale`."""
-        return (1,) if self.strategy == "tensor" else num_blocks((part.rows, part.columns), self.block_of(part))
+    def take(
+        self, reader: Weights, part: LinearPart, name: str, stored: tuple[str, ...], blocks: tuple[range, range]
+    ) -> Tensor:
+        """What the tensor `name` of a module has for the `blocks`: [rows of blocks, columns of blocks]."""
+        full = f"{part.name}.{name}"
+        if self.strategy == "tensor":
+            return reader.take_stored(full, (1,), stored).view(1, 1)
+        return reader.take_stored(full, num_blocks((part.rows, part.columns), self.block_of(part)), stored, blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +74,36 @@ class PackedLayout:
 
     def weight(self, reader: Weights, part: LinearPart) -> Tensor:
         """float32 [rows, columns]."""
-        shape, block = (part.rows, part.columns), self.scales.block_of(part)
-        packed_shape = part.rows, num_words(part.columns, self.bits)
-        packed = reader.take_stored(f"{part.name}.weight_packed", packed_shape, ("I32",))
+        region = rows, columns = part.region
+        block = self.scales.block_of(part)
+        words, own = words_of(columns, self.bits)
+        packed = reader.take_stored(
+            f"{part.name}.weight_packed", (part.rows, num_words(part.columns, self.bits)), ("I32",), (rows, words)
+        )
         if reader.has(f"{part.name}.weight_shape"):
             reader.take_stored(f"{part.name}.weight_shape", (2,), ("I64", "I32"))
-        values = unpacked(packed.t(), self.bits)[: part.columns].t()
-        scales = reader.take_stored(f"{part.name}.weight_scale", self.scales.shape(part), SCALES).view(
-            num_blocks(shape, block)
-        )
-        zeros = self._zeros(reader, part, scales)
-        if reader.has(f"{part.name}.weight_g_idx"):
-            group = reader.take_stored(f"{part.name}.weight_g_idx", (part.columns,), ("I32", "I64")).long()
-            return scaled(values - zeros[:, group], scales.float()[:, group])
-        return scaled(values - in_blocks(zeros, shape, block), in_blocks(scales, shape, block))
+        values = unpacked(packed.t(), self.bits)[own].t()
+        index_name = f"{part.name}.weight_g_idx"
+        if not reader.has(index_name):
+            blocks = blocks_of(region, block)
+            scales = self.scales.take(reader, part, "weight_scale", SCALES, blocks)
+            zeros = self._zeros(reader, part, scales, blocks)
+            return scaled(values - in_blocks(zeros, region, block), in_blocks(scales, region, block))
+        group = reader.take_stored(index_name, (part.columns,), ("I32", "I64"), (columns,)).long()
+        blocks = blocks_of((rows, range(part.columns)), block)
+        scales = self.scales.take(reader, part, "weight_scale", SCALES, blocks)
+        zeros = self._zeros(reader, part, scales, blocks)
+        return scaled(values - zeros[:, group], scales.float()[:, group])
 
-    def _zeros(self, reader: Weights, part: LinearPart, scales: Tensor) -> Tensor:
+    def _zeros(self, reader: Weights, part: LinearPart, scales: Tensor, blocks: tuple[range, range]) -> Tensor:
         """Zero points in the shape of the scales, float32."""
         if self.symmetric:
             return torch.full_like(scales, 2 ** (self.bits - 1), dtype=torch.float32)
-        rows, groups = scales.shape
-        stored = reader.take_stored(f"{part.name}.weight_zero_point", (num_words(rows, self.bits), groups), ("I32",))
-        return unpacked(stored, self.bits)[:rows].float()
+        num_rows, num_groups = num_blocks((part.rows, part.columns), self.scales.block_of(part))
+        words, own = words_of(blocks[0], self.bits)
+        shape = num_words(num_rows, self.bits), num_groups
+        stored = reader.take_stored(f"{part.name}.weight_zero_point", shape, ("I32",), (words, blocks[1]))
+        return unpacked(stored, self.bits)[own].float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +121,14 @@ class ByteLayout:
 
     def weight(self, reader: Weights, part: LinearPart) -> Tensor:
         """float32 [rows, columns]."""
-        shape, block = (part.rows, part.columns), self.scales.block_of(part)
-        values = reader.take_stored(f"{part.name}.weight", shape, self.stored).float()
-        blocks = num_blocks(shape, block)
-        scales = reader.take_stored(part.name + self.mark, self.scales.shape(part), SCALES).view(blocks)
+        region, block = part.region, self.scales.block_of(part)
+        blocks = blocks_of(region, block)
+        values = reader.take_stored(f"{part.name}.weight", (part.rows, part.columns), self.stored, region).float()
+        scales = self.scales.take(reader, part, "weight_scale", SCALES, blocks)
         if not self.symmetric:
-            zeros = reader.take_stored(f"{part.name}.weight_zero_point", self.scales.shape(part), ("I8",))
-            values = values - in_blocks(zeros.view(blocks), shape, block)
-        return scaled(values, in_blocks(scales, shape, block))
+            zeros = self.scales.take(reader, part, "weight_zero_point", ("I8",), blocks)
+            values = values - in_blocks(zeros, region, block)
+        return scaled(values, in_blocks(scales, region, block))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +158,7 @@ class Groups:
         for target, method in self.groups:
             if _fits(target, part.name):
                 return method.weight(reader, part)
-        return reader.take(f"{part.name}.weight", (part.rows, part.columns))
+        return reader.take(f"{part.name}.weight", (part.rows, part.columns), part.region)
 
 
 def _fits(target: str, name: str) -> bool:

@@ -61,19 +61,28 @@ class Dequantized:
     def weight(self, reader: Weights, part: LinearPart) -> Tensor:
         """One part in the dtype in force: [rows, columns]."""
         if not reader.has(part.name + self.layout.mark):
-            return reader.take(f"{part.name}.weight", (part.rows, part.columns))
+            return reader.take(f"{part.name}.weight", (part.rows, part.columns), part.region)
         return self.layout.weight(reader, part).to(reader.dtype)
 
 
-def in_blocks(scales: Tensor, shape: tuple[int, int], block: tuple[int, int]) -> Tensor:
-    """Scales [ceil(rows / r), ceil(columns / c)] of blocks [r, c], one for each element of `shape` (or one to be
-    broadcast), the last blocks perhaps cut. float32.
+def in_blocks(scales: Tensor, region: tuple[range, range], block: tuple[int, int]) -> Tensor:
+    """Scales of the blocks [r, c] that hold `region` (`blocks_of`), one for each element of it (or one to be
+    broadcast). float32.
     """
     wide = scales.float()
-    for dim, (size, length) in enumerate(zip(block, shape, strict=True)):
-        if size < length and size > 1:
-            wide = wide.repeat_interleave(size, dim).narrow(dim, 0, length)
+    for dim, (part, size) in enumerate(zip(region, block, strict=True)):
+        if wide.shape[dim] > 1 and size > 1:
+            index = torch.arange(part.start, part.stop, device=wide.device) // size - part.start // size
+            wide = wide.index_select(dim, index)
     return wide
+
+
+def blocks_of(region: tuple[range, range], block: tuple[int, int]) -> tuple[range, range]:
+    """The blocks that hold the elements of a region."""
+    rows, columns = (
+        range(part.start // size, (part.stop - 1) // size + 1) for part, size in zip(region, block, strict=True)
+    )
+    return rows, columns
 
 
 def num_blocks(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.loading.quantization import Quantization
 from engine.loading.weights import Weights
 from engine.quant import ExpertParts, LinearMethod, LinearPart
-from engine.quant.dequantized import Dequantized, in_blocks, num_blocks, scaled
+from engine.quant.dequantized import Dequantized, blocks_of, in_blocks, num_blocks, scaled
 from engine.quant.unquantized import Unquantized, UnquantizedExperts, UnquantizedWeight, plain, plain_experts
 
 FP8 = torch.float8_e4m3fn
@@ -35,10 +35,11 @@ class BlockLayout:
 
     def weight(self, reader: Weights, part: LinearPart) -> Tensor:
         """float32 [rows, columns]."""
-        shape = part.rows, part.columns
-        values = reader.take_stored(f"{part.name}.weight", shape, STORED)
-        scales = reader.take_stored(part.name + self.mark, num_blocks(shape, self.block), SCALES)
-        return scaled(values, in_blocks(scales, shape, self.block))
+        shape, region = (part.rows, part.columns), part.region
+        values = reader.take_stored(f"{part.name}.weight", shape, STORED, region)
+        blocks = num_blocks(shape, self.block)
+        scales = reader.take_stored(part.name + self.mark, blocks, SCALES, blocks_of(region, self.block))
+        return scaled(values, in_blocks(scales, region, self.block))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class TensorLayout:
 
     def weight(self, reader: Weights, part: LinearPart) -> Tensor:
         """float32 [rows, columns]."""
-        values = reader.take_stored(f"{part.name}.weight", (part.rows, part.columns), STORED)
+        values = reader.take_stored(f"{part.name}.weight", (part.rows, part.columns), STORED, part.region)
         return scaled(values, reader.take_stored(part.name + self.mark, (), SCALES).float())
 
 
@@ -77,8 +78,10 @@ class Online:
 
     def weight(self, reader: Weights, part: LinearPart) -> Tensor:
         """One part in the dtype in force: [rows, columns]."""
-        plain_weight = reader.take(f"{part.name}.weight", (part.rows, part.columns))
-        return _rounded(plain_weight.float()).to(reader.dtype)
+        rows, columns = part.region
+        whole_rows = reader.take(f"{part.name}.weight", (part.rows, part.columns), (rows, range(part.columns)))
+        rounded = _rounded(whole_rows.float())[:, columns.start : columns.stop]
+        return rounded.to(reader.dtype).contiguous()
 
 
 def _rounded(weight: Tensor) -> Tensor:

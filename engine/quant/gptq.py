@@ -13,7 +13,7 @@ from engine.loading.store import ModelError
 from engine.loading.weights import Weights
 from engine.quant import LinearPart
 from engine.quant.dequantized import Dequantized
-from engine.quant.packing import num_words, unpacked
+from engine.quant.packing import num_words, unpacked, words_of
 from engine.quant.variants import GPTQVariant, gptq_overrides, gptq_variant
 
 _WORDS = ("I32",)
@@ -47,26 +47,33 @@ class GPTQLayout:
             )
         size = columns if self.group_size == -1 else self.group_size
         num_groups = -(-columns // size)
-        words = reader.take_stored(f"{part.name}.qweight", (num_words(columns, bits), rows), _WORDS)
-        packed_zeros = reader.take_stored(f"{part.name}.qzeros", (num_groups, num_words(rows, bits)), _WORDS)
-        scales = reader.take_stored(f"{part.name}.scales", (num_groups, rows), _SCALES).float()
-        zeros = unpacked(packed_zeros.t(), bits).t()  # [num_groups, rows]
+        own_rows, own_columns = part.region
+        group = self._groups(reader, part, size)
+        least, most = int(group.min()), int(group.max())
+        groups = range(max(0, least), min(most + 1, num_groups))
+        words, column = words_of(own_columns, bits)
+        zero_words, row = words_of(own_rows, bits)
+        packed = reader.take_stored(f"{part.name}.qweight", (num_words(columns, bits), rows), _WORDS, (words, own_rows))
+        packed_zeros = reader.take_stored(
+            f"{part.name}.qzeros", (num_groups, num_words(rows, bits)), _WORDS, (groups, zero_words)
+        )
+        scales = reader.take_stored(f"{part.name}.scales", (num_groups, rows), _SCALES, (groups, own_rows)).float()
+        if not 0 <= least <= most < num_groups:
+            raise ModelError(f"{part.name}.g_idx names groups {least} to {most}; {part.name}.scales has {num_groups}.")
+        zeros = unpacked(packed_zeros.t(), bits)[row].t()  # [groups, rows]
         if self.zeros_less_one:
             zeros = (zeros + 1) & (2**bits - 1)
-        group = self._groups(reader, part, size, num_groups)
-        values = unpacked(words, bits)  # [columns, rows]
+        group = group - groups.start
+        values = unpacked(packed, bits)[column]  # [columns, rows]
         return ((values - zeros[group]).float() * scales[group]).t().contiguous()
 
-    def _groups(self, reader: Weights, part: LinearPart, size: int, num_groups: int) -> Tensor:
-        """The group of every input: [columns]."""
+    def _groups(self, reader: Weights, part: LinearPart, size: int) -> Tensor:
+        """The group of every input of the part: [columns]."""
+        columns = part.region[1]
         name = f"{part.name}.g_idx"
         if not reader.has(name):
-            return torch.arange(part.columns, device=reader.device) // size
-        group = reader.take_stored(name, (part.columns,), ("I32", "I64")).long()
-        least, most = int(group.min()), int(group.max())
-        if not 0 <= least <= most < num_groups:
-            raise ModelError(f"{name} names groups {least} to {most}; {part.name}.scales has {num_groups}.")
-        return group
+            return torch.arange(columns.start, columns.stop, device=reader.device) // size
+        return reader.take_stored(name, (part.columns,), ("I32", "I64"), (columns,)).long()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,15 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     return values.reshape(-1, columns)
 
 
+def words_of(part: range, bits: int) -> tuple[range, slice]:
+    """The words that hold some integers of a row of them, and where they are among what `unpacked` answers for
+    those words.
+    """
+    unit = math.lcm(bits, _WORD) // bits  # integers, after which they begin at a word's lowest bit
+    first, last = part.start // unit * unit, -(-part.stop // unit) * unit
+    return range(first * bits // _WORD, last * bits // _WORD), slice(part.start - first, part.stop - first)
+
+
 def num_words(count: int, bits: int) -> int:
     """Words that `count` integers fill, the last one perhaps in part."""
     return -(-count * bits // _WORD)

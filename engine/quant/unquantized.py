@@ -49,7 +49,7 @@ def plain_experts(
     """The experts of a layer, each put into its place before the next is read. `weight` answers a matrix [rows,
     columns] in the dtype in force.
     """
-    inner_size, hidden_size = experts[0].gate.rows, experts[0].gate.columns
+    inner_size, hidden_size = experts[0].gate.shape
     packed = kernels.empty_experts(len(experts), hidden_size, inner_size, dtype=reader.dtype, device=reader.device)
     for number, expert in enumerate(experts):
         packed.fill(number, *(weight(reader, part) for part in (expert.gate, expert.up, expert.down)))
@@ -70,4 +70,4 @@ class Unquantized:
 
     def weight(self, reader: Weights, part: LinearPart) -> Tensor:
         """One part in the dtype in force: [rows, columns]."""
-        return reader.take(f"{part.name}.weight", (part.rows, part.columns))
+        return reader.take(f"{part.name}.weight", (part.rows, part.columns), part.region)

@@ -115,6 +115,8 @@ def test_rows_of_query_and_key_leave_rope_order(converted: Converted) -> None:
     order = [head * HEAD_DIM + place for head in range(HEADS) for place in (*range(0, 16, 2), *range(1, 16, 2))]
     query = torch.from_numpy(tensors["blk.0.attn_q.weight"])[order]
     found = checkpoint.read("model.layers.0.self_attn.q_proj.weight").float()
+    part = checkpoint.read("model.layers.0.self_attn.q_proj.weight", (range(3, 9), range(found.shape[1])))
+    assert torch.equal(part, found[3:9])
     assert (found - query).abs().max() < 0.02  # half a step of Q8_0 and of bfloat16
 
 

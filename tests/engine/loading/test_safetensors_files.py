@@ -27,6 +27,18 @@ def test_every_type(tmp_path: Path) -> None:
         assert torch.equal(read.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F8_E4M3", "I64"])
+def test_parts(tmp_path: Path, dtype: str) -> None:
+    x = torch.arange(77).view(7, 11).to(DTYPES[dtype])
+    save_file({"x": x, "vector": x[0].clone()}, tmp_path / "a.safetensors")
+    file = SafetensorsFile(tmp_path / "a.safetensors")
+    for rows, columns in ((range(2, 5), range(11)), (range(7), range(3, 4)), (range(6, 7), range(4, 11))):
+        read = file.read("x", (rows, columns))
+        assert read.is_contiguous()
+        assert read.float().tolist() == x[rows.start : rows.stop, columns.start : columns.stop].float().tolist()
+    assert file.read("vector", (range(4, 9),)).float().tolist() == x[0, 4:9].float().tolist()
+
+
 def test_a_tensor_is_in_memory_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.arange(1000)}, path)

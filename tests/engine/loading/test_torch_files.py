@@ -28,6 +28,7 @@ def test_single_file(folder: ModelFolder) -> None:
         "q": TensorEntry(file, "I32", (2,), 8),
     }
     assert torch.equal(checkpoint.read("x"), x)
+    assert torch.equal(checkpoint.read("x", (range(1, 2), range(1))), x[1:2, :1])
     turned = checkpoint.read("turned")
     assert turned.is_contiguous()
     assert turned.tolist() == [[0, 2], [1, 3]]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from engine.loading.formats import Region
 from engine.loading.weights import DummyWeights
 from engine.models import FAMILIES, family_of
 from engine.models.config import ConfigFields
@@ -38,10 +39,10 @@ class Recorder(DummyWeights):
         super().__init__(torch.float32, torch.device("cpu"))
         self.taken: dict[str, tuple[int, ...]] = {}
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], region: Region | None = None) -> Tensor:
         assert name not in self.taken
         self.taken[name] = shape
-        return super().take(name, shape)
+        return super().take(name, shape, region)
 
 
 @pytest.mark.parametrize(

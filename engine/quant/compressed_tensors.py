@@ -21,7 +21,10 @@ from engine.quant.fp8 import SCALES
 from engine.quant.fp8 import STORED as STORED_FP8
 from engine.quant.packing import num_words, unpacked, words_of
 from engine.quant.unquantized import UnquantizedExperts, UnquantizedWeight, plain, plain_experts
-from engine.quant.variants import check_transforms
+from engine.quant.variants import check_transforms, module_pattern
+
+#: Begins a target that is a pattern.
+_PATTERN = "re:"
 
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")
@@ -162,8 +165,8 @@ class Groups:
 
 
 def _fits(target: str, name: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target[3:], name) is not None
+    if target.startswith(_PATTERN):
+        return re.match(target.removeprefix(_PATTERN), name) is not None
     return target in ("Linear", name)
 
 
@@ -178,6 +181,9 @@ def method(quantization: Quantization) -> Groups:
         targets = group.values.get("targets")
         if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
             raise group.error("targets", "must be a list of names")
+        for target in targets:
+            if target.startswith(_PATTERN):
+                module_pattern(group, target.removeprefix(_PATTERN))
         made = Dequantized(_layout(group, group.text("format", default)))
         groups += [(target, made) for target in targets]
     return Groups(tuple(sorted(groups, key=lambda each: each[0] == "Linear")))

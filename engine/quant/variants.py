@@ -60,11 +60,12 @@ def gptq_overrides(described: Quantization) -> tuple[tuple[re.Pattern[str], GPTQ
     for pattern in dynamic.values:
         if not pattern.startswith("-:"):
             changed = replace(dynamic.inner(pattern), values={**described.values, **dynamic.inner(pattern).values})
-            found.append((_pattern(dynamic, pattern.removeprefix("+:")), gptq_variant(changed)))
+            found.append((module_pattern(dynamic, pattern.removeprefix("+:")), gptq_variant(changed)))
     return tuple(found)
 
 
-def _pattern(described: Quantization, text: str) -> re.Pattern[str]:
+def module_pattern(described: Quantization, text: str) -> re.Pattern[str]:
+    """A pattern of a description. Raises ModelError when it is none."""
     try:
         return re.compile(text)
     except re.error as error:

@@ -112,6 +112,7 @@ def test_groups_of_modules(tmp_path: Path) -> None:
         (int4(group_size=None), "group_size is None; it must be positive"),
         (int4(strategy="token"), "strategy is 'token'; it must be one of tensor, channel, group, block"),
         (config("float-quantized", num_bits=8, type="float", strategy="block"), "block_structure is None"),
+        (config("pack-quantized", "re:(", num_bits=4), r"group_0: '\(' is no pattern of module names"),
         ({"quant_method": "compressed-tensors"}, "config_groups is None; it must be an object"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": 1}}},

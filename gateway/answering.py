@@ -19,6 +19,7 @@ from gateway.errors import GatewayError
 from gateway.generation import Generation
 from gateway.leaving import unless_left
 from gateway.measures import RequestMeasure
+from gateway.outlet import EventOutlet
 from gateway.replies import Reply
 from gateway.service import service
 from gateway.sse import KEEP_ALIVE, KEEP_ALIVE_S, EventStream, Writer, error_event
@@ -76,11 +77,6 @@ async def _streamed(request: Request, generation: Generation, reply: Reply, meas
     delta = await unless_left(request.receive, first())
 
     async def produce(writer: Writer) -> None:
-        def put(delta: Delta) -> None:
-            measure.streamed(delta)
-            if events := reply.events(delta):
-                writer.write(events)
-
         async def send(delta: Delta) -> None:
             measure.streamed(delta)
             await writer.drain()
@@ -96,7 +92,7 @@ async def _streamed(request: Request, generation: Generation, reply: Reply, meas
                 async for later in generation:
                     await send(later)
             else:
-                await generation.pour(put, writer)
+                await generation.pour(EventOutlet(reply, measure, writer))
             writer.write(reply.last_events())
         except GatewayError as error:
             writer.write(_failed(request, error))

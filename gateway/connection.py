@@ -63,8 +63,11 @@ class Receiver(Protocol):
     def push_prompt(self, first: int, rows: Logprobs) -> None:
         """Logprobs of prompt tokens from position `first` on. Raises Gap if one is missing before them."""
 
-    def push(self, first: int, ids: array[int], rows: Logprobs | None) -> None:
-        """Tokens from number `first` on. Raises Gap if one is missing before them."""
+    def push(self, first: int, ids: array[int], rows: Logprobs | None, start: int, end: int) -> None:
+        """Tokens from number `first` on: those from `start` to `end` of a frame, with their `rows` if it has any.
+
+        Raises Gap if a token is missing before them.
+        """
 
     def finished(self, message: Finished) -> None:
         """The terminal frame. Raises Gap if tokens are missing before it."""
@@ -80,7 +83,6 @@ class _Stream:
     credited: bool
     waiting_tokens: int  # prompt ids that count against the grant until it is admitted
     receiver: Receiver | None = None
-    logprobs: bool = False
 
 
 @dataclass(slots=True)
@@ -188,7 +190,6 @@ class Connection:
         frame = encode(message)
         stream = self._streams[message.handle]
         stream.receiver = receiver
-        stream.logprobs = message.sampling.logprobs is not None
         self.submitted_since_beat += 1
         self._send_encoded(frame)
 
@@ -265,16 +266,16 @@ class Connection:
         return stream
 
     def _on_step(self, step: Step) -> Iterator[None]:
-        at = paused_at = 0
+        streams, ids, rows = self._streams, step.ids, step.logprobs
+        start = paused_at = 0
         for handle, first, num_ids in zip(step.handles, step.firsts, step.counts, strict=True):
-            stream = self._stream(handle)
-            end = at + num_ids
-            if stream.receiver is not None:
-                rows = _rows(step.logprobs, at, end) if stream.logprobs and step.logprobs else None
-                stream.receiver.push(first, step.ids[at:end], rows)
-            at = end
-            if at - paused_at >= _SLICE_TOKENS:
-                paused_at = at
+            stream = streams.get(handle) or self._stream(handle)
+            end = start + num_ids
+            if (receiver := stream.receiver) is not None:
+                receiver.push(first, ids, rows, start, end)
+            start = end
+            if end - paused_at >= _SLICE_TOKENS:
+                paused_at = end
                 yield
 
     def _on_admitted(self, message: Admitted) -> None:
@@ -332,15 +333,3 @@ class Connection:
         if len(download.data) == part.total:
             del self._downloads[part.sha256]
             download.done.set_result(bytes(download.data))
-
-
-def _rows(logprobs: Logprobs, start: int, end: int) -> Logprobs:
-    """Rows `start` to `end - 1` of a step."""
-    k = logprobs.k
-    return Logprobs(
-        k,
-        logprobs.own[start:end],
-        logprobs.rank[start:end],
-        logprobs.top_ids[start * k : end * k],
-        logprobs.top[start * k : end * k],
-    )

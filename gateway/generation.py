@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 from gateway.errors import GatewayError
 from gateway.stream import Choice, Delta, GenerationRequest
 
 
-class Gate(Protocol):
-    """Whether the way to a client is open, as `Generation.pour` sees it."""
+class Outlet(Protocol):
+    """The way to a client, as `Generation.pour` sees it."""
 
-    @property
-    def is_full(self) -> bool: ...
+    def put(self, choice: Choice) -> bool:
+        """Take what is unread of a choice; False, and nothing taken, while the client reads too slowly."""
 
     async def drain(self) -> None:
-        """Returns when it is not full."""
+        """Returns when `put` will take something."""
 
 
 class Generation:
@@ -29,8 +28,8 @@ class Generation:
         self._mailbox: deque[Choice] = deque()
         self._error: GatewayError | None = None
         self._reader: asyncio.Future[None] | None = None
-        #: Where deltas go while `pour` waits for them.
-        self._outlet: tuple[Callable[[Delta], None], Gate] | None = None
+        #: Where what comes goes while `pour` waits for it; the mailbox is then empty.
+        self._outlet: Outlet | None = None
         self.choices = tuple(Choice(request, index, eos_ids, self) for index in range(len(request.prompts) * request.n))
         self._num_unfinished = len(self.choices)
 
@@ -48,24 +47,27 @@ class Generation:
             await self._news()
         return self._take_next()
 
-    async def pour(self, put: Callable[[Delta], None], gate: Gate) -> None:
-        """Hand `put` each delta as it comes, until every choice has given its last.
+    async def pour(self, outlet: Outlet) -> None:
+        """Hand `outlet` what comes, until every choice has given its last.
 
-        `put` is called by whoever brings a token, and no task wakes for it. While `gate` is full nothing is
-        put, and deltas merge. Raises as `next`, and what `put` raises.
+        `put` is called by whoever brings a token, and no task wakes for it. Where nothing is taken deltas
+        merge. Raises as `next`, and what `put` raises.
         """
         while True:
-            while self._mailbox and not gate.is_full:
-                put(self._take_next())
-            if gate.is_full:
-                await gate.drain()
-            elif not self._num_unfinished:
+            while self._mailbox:
+                choice = self._mailbox[0]
+                if not outlet.put(choice):
+                    await outlet.drain()
+                    continue
+                self._mailbox.popleft()
+                choice.in_mailbox = False
+                self._num_unfinished -= choice.finished
+            if not self._num_unfinished:
                 return
-            elif self._error is not None:
+            if self._error is not None:
                 raise self._error
-            else:
-                self._outlet = put, gate
-                await self._news()
+            self._outlet = outlet
+            await self._news()
 
     async def _news(self) -> None:
         """Returns when there is something to read, or nothing will be."""
@@ -78,13 +80,8 @@ class Generation:
     def _take_next(self) -> Delta:
         choice = self._mailbox.popleft()
         choice.in_mailbox = False
-        return self._take(choice)
-
-    def _take(self, choice: Choice) -> Delta:
-        delta = choice.take()
-        if delta.finish_reason is not None:
-            self._num_unfinished -= 1
-        return delta
+        self._num_unfinished -= choice.finished
+        return choice.take()
 
     def __aiter__(self) -> Generation:
         return self
@@ -109,26 +106,23 @@ class Generation:
 
     def post(self, choice: Choice) -> None:
         """`choice` has something unread."""
-        if choice.in_mailbox or not (self._stream or choice.finished):
-            return
         if self._outlet is not None:
-            put, gate = self._outlet
-            if not gate.is_full:
-                self._pour_one(choice, put)
+            try:
+                is_taken = self._outlet.put(choice)
+            except Exception as error:
+                self._wake(error)
                 return
+            if is_taken:
+                if choice.finished:
+                    self._num_unfinished -= 1
+                    if not self._num_unfinished:
+                        self._wake()
+                return
+        elif choice.in_mailbox or not (self._stream or choice.finished):
+            return
         choice.in_mailbox = True
         self._mailbox.append(choice)
         self._wake()
-
-    def _pour_one(self, choice: Choice, put: Callable[[Delta], None]) -> None:
-        """In place of `pour`, which is woken for the end."""
-        try:
-            put(self._take(choice))
-        except Exception as error:
-            self._wake(error)
-        else:
-            if not self._num_unfinished:
-                self._wake()
 
     def fail(self, error: GatewayError) -> None:
         """One choice failed. Only the first failure is told."""

@@ -65,31 +65,39 @@ def _bind(instruments: Instruments, model: str) -> _ModelMeasures:
 
 
 class RequestMeasure:
-    """One request: `streamed` or `ended` for its deltas, then `finish`. Times are of `time.perf_counter`."""
+    """One request: `streamed`, `delivered` or `ended` for its deltas, then `finish`.
+
+    Times are of `time.perf_counter`.
+    """
 
     def __init__(
         self, model: _ModelMeasures, request: GenerationRequest, generation: Generation, arrived: float
     ) -> None:
         self._model = model
+        self._gaps = model.gaps
         self._request = request
         self._generation = generation
         self._arrived = arrived
         self._has_first = False
-        self._last: dict[int, float] = {}  # delivery, by choice
+        self._last: list[float | None] = [None] * len(generation.choices)  # delivery, by choice
         self._num_ended = 0
 
     def streamed(self, delta: Delta) -> None:
         """A delta that goes to the client now."""
         if delta.ids:
-            now, index = time.perf_counter(), delta.index
-            last = self._last.get(index)
-            self._last[index] = now
-            if last is not None:
-                self._model.gaps.observe(now - last, now)
-            else:
-                self._begun()
+            self.delivered(delta.index)
         if delta.finish_reason is not None:
             self.ended(delta)
+
+    def delivered(self, index: int) -> None:
+        """Tokens of a choice go to the client now."""
+        now = time.perf_counter()
+        last = self._last[index]
+        self._last[index] = now
+        if last is not None:
+            self._gaps.observe(now - last, now)
+        else:
+            self._begun()
 
     def ended(self, delta: Delta) -> None:
         """The last delta of a choice."""

@@ -124,9 +124,9 @@ class Placement:
     def push_prompt(self, first: int, rows: Logprobs) -> None:
         self.choice.push_prompt(first, rows)
 
-    def push(self, first: int, ids: array[int], rows: Logprobs | None) -> None:
+    def push(self, first: int, ids: array[int], rows: Logprobs | None, start: int, end: int) -> None:
         try:
-            self.choice.push(first, ids, rows)
+            self.choice.push(first, ids, rows, start, end)
         except Gap:
             raise
         except Exception:

@@ -80,6 +80,8 @@ class Reply:
         #: Whether more than its text differs from chunk to chunk.
         self._is_rich = self._shows_ids or options.continuous_usage
         self._begun = [False] * len(generation.choices)
+        #: By choice, once it has begun: the bytes around the text of an event that has no more than text to tell.
+        self.text_frames: list[tuple[bytes, bytes] | None] = [None] * len(generation.choices)
         self._num_generated = [0] * len(generation.choices)
 
     def num_entries(self, delta: Delta) -> int:
@@ -99,6 +101,8 @@ class Reply:
         if not self._begun[index]:
             self._begun[index] = True
             events = self._first_event(index)
+            if not self._is_rich:
+                self.text_frames[index] = self._before_text[index], self._plain_end
         if self._is_rich:
             if text or (delta.ids and self._shows_ids):
                 events += self._rich_event(delta)

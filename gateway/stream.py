@@ -201,22 +201,22 @@ class Choice:
             raise Gap(f"the prompt's logprobs at {first} came where {known + 1} was next")
         append_rows(to, rows, known + 1 - first)
 
-    def push(self, first: int, ids: array[int], rows: Logprobs | None = None) -> None:
-        """Tokens number `first`, `first + 1`, ... of this choice; `rows` are theirs, one each.
+    def push(
+        self, first: int, ids: array[int], rows: Logprobs | None = None, start: int = 0, end: int | None = None
+    ) -> None:
+        """Tokens number `first`, `first + 1`, ... of this choice: `ids[start:end]`; `rows` are those of all `ids`.
 
         Known ones are dropped. Raises Gap if one is missing in between.
         """
         if self.ended:
             return
-        known = len(self.generated_ids)
+        generated_ids, unread_rows = self.generated_ids, self._unread_rows
+        known = len(generated_ids)
         if first > known:
             raise Gap(f"token {first} came where {known} was next")
-        if not known and self.next_scored >= 0:
-            raise Gap(f"a token came where the prompt's logprobs at {self.next_scored} were next")
-        if self.first_token_at is None:
-            self.first_token_at = time.perf_counter()
-        generated_ids, unread_rows = self.generated_ids, self._unread_rows
-        for at in range(known - first, len(ids)):
+        if not known:
+            self._begin()
+        for at in range(start + known - first, len(ids) if end is None else end):
             token = ids[at]
             generated_ids.append(token)
             if unread_rows is not None:
@@ -226,17 +226,23 @@ class Choice:
             if token in self._stop_ids and self._is_stop(token) and not self.include_stop:
                 continue  # its Finished follows
             text = self._decoder.push(token)
-            matched = None
             if self._has_stops:
                 text, matched = self._matcher.push(text, armed=len(generated_ids) > self.sampling.min_tokens)
-            if text:
-                self._unread_text.append(text)
-            if matched is not None:
-                self._end(FinishReason.STOP, matched)
-                self._leave(AbortReason.STOP_STRING)
-                return
+                if matched is not None:
+                    self._unread_text.append(text)
+                    self._end(FinishReason.STOP, matched)
+                    self._leave(AbortReason.STOP_STRING)
+                    return
+            self._unread_text.append(text)
         if known < len(generated_ids):
             self._generation.post(self)
+
+    def _begin(self) -> None:
+        """The first token is here."""
+        if self.next_scored >= 0:
+            raise Gap(f"a token came where the prompt's logprobs at {self.next_scored} were next")
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
 
     def finish(self, reason: FinishReason, stop_id: int | None) -> None:
         """The engine, or `verdict`, says that the last token was the last. STOP or LENGTH."""
@@ -296,6 +302,14 @@ class Choice:
     def finished(self) -> bool:
         """It has a finish reason: it came to its own end."""
         return self._finish_reason is not None
+
+    def take_text(self) -> str:
+        """The unread text, for who needs no more of a delta; not the last of a choice."""
+        text = self._unread_text
+        self._unread_from = len(self.generated_ids)
+        taken = text[0] if len(text) == 1 else "".join(text)
+        text.clear()
+        return taken
 
     def take(self) -> Delta:
         """All that is unread."""

@@ -9,6 +9,7 @@ work for all first and then all writes: 48 µs, and the client takes a third les
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from typing import Any
 
@@ -17,6 +18,9 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from gateway.http1 import Http1Protocol
 from gateway.sse import WRITER
+
+#: Heads of the chunks that most events are, made once.
+_CHUNK_HEADS = [b"%x\r\n" % size for size in range(1024)]
 
 #: Writes in one go, some 10 µs each, before other callbacks of the event loop get their turn.
 _MOST = 256
@@ -42,26 +46,44 @@ class Turn:
 
 
 class TurnTransport(asyncio.Transport):
-    """A transport that writes at the end of the turn; else the one that it is made of."""
+    """A transport that writes at the end of the turn; else the one that it is made of.
+
+    It writes to the socket itself while nothing waits below: of an event's processor time, 256 streams, that
+    takes a fourteenth off uvloop's way through a queue of its own.
+    """
+
+    __slots__ = ("_fd", "_loop", "_transport", "_turn", "_unsent")
 
     def __init__(self, transport: asyncio.Transport, turn: Turn, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self._transport = transport
         self._turn = turn
         self._loop = loop
-        self._unsent: list[bytes | bytearray | memoryview[Any]] = []
+        self._fd = int(transport.get_extra_info("socket").fileno())
+        self._unsent = b""
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        if not self._unsent:
+        if self._unsent:
+            self._unsent += data
+        elif data:
             self._turn.add(self, self._loop)
-        self._unsent.append(data)
+            self._unsent = bytes(data)  # itself where it is bytes
 
     def flush(self) -> None:
         """Hand over what is unsent; of a connection that is gone it is dropped."""
-        unsent = self._unsent
-        if unsent and not self._transport.is_closing():
-            self._transport.write(unsent[0] if len(unsent) == 1 else b"".join(unsent))
-        unsent.clear()
+        data, self._unsent = self._unsent, b""
+        # The descriptor is the transport's: once that is closing, it may be another connection's.
+        if not data or self._transport.is_closing():
+            return
+        if not self._transport.get_write_buffer_size():
+            try:
+                num_sent = os.write(self._fd, data)
+            except OSError:  # full, or gone, which the transport finds and tells
+                num_sent = 0
+            if num_sent == len(data):
+                return
+            data = data[num_sent:]
+        self._transport.write(data)
 
     def close(self) -> None:
         self.flush()
@@ -105,7 +127,11 @@ class BodyWriter:
 
     def write(self, piece: bytes) -> None:
         assert piece, "an empty chunk is the end of the body"
-        self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
+        if self._chunked:
+            size = len(piece)
+            head = _CHUNK_HEADS[size] if size < len(_CHUNK_HEADS) else b"%x\r\n" % size
+            piece = b"".join((head, piece, b"\r\n"))
+        self._transport.write(piece)
 
     async def drain(self) -> None:
         await self._flow.drain()

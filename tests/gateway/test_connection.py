@@ -77,8 +77,8 @@ class Receiver:
     def admitted(self, cached_tokens: int) -> None:
         self.got.append(("admitted", cached_tokens))
 
-    def push(self, first: int, ids: array[int], rows: Logprobs | None) -> None:
-        self.got.append((first, list(ids), rows))
+    def push(self, first: int, ids: array[int], rows: Logprobs | None, start: int, end: int) -> None:
+        self.got.append((first, list(ids[start:end]), rows if rows is None else rows.own[start:end].tolist()))
 
     def finished(self, message: Finished) -> None:
         if self.error is not None:
@@ -177,15 +177,14 @@ def test_a_step_pauses_every_32_tokens() -> None:
     assert len(receiver.got) == 5
 
 
-def test_only_who_asked_gets_logprobs_and_only_his_rows() -> None:
+def test_a_receiver_is_told_which_tokens_and_rows_of_a_step_are_its() -> None:
     peer, asking, other = Peer(), Receiver(), Receiver()
     connection = peer.serve()
     a, b = submit(connection, asking, logprobs=2), submit(connection, other)
     columns = Logprobs(2, f32([-1, -2, -3]), u32([1, 2, 3]), u32(range(6)), f32([0, -1, -2, -3, -4, -5]))
     peer.say(step((b, 0, [4]), (a, 0, [5, 6]), logprobs=columns))
-    assert other.got == [(0, [4], None)]
-    rows = Logprobs(2, f32([-2, -3]), u32([2, 3]), u32([2, 3, 4, 5]), f32([-2, -3, -4, -5]))
-    assert asking.got == [(0, [5, 6], rows)]
+    assert other.got == [(0, [4], [-1])]
+    assert asking.got == [(0, [5, 6], [-2, -3])]
 
 
 def test_credit_is_used_by_new_work_and_comes_back() -> None:

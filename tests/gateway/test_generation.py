@@ -7,21 +7,23 @@ import asyncio
 import pytest
 
 from gateway.errors import EngineFailed
-from gateway.stream import Delta
+from gateway.stream import Choice, Delta
 from protocol.messages import FinishReason, u32
 from tests.gateway.test_stream import one
 
 
 class Gate:
-    """Opened and shut by the test."""
+    """An outlet that is opened and shut by the test."""
 
     def __init__(self) -> None:
+        self.got: list[Delta] = []
         self.open = asyncio.Event()
         self.open.set()
 
-    @property
-    def is_full(self) -> bool:
-        return not self.open.is_set()
+    def put(self, choice: Choice) -> bool:
+        if self.open.is_set():
+            self.got.append(choice.take())
+        return self.open.is_set()
 
     async def drain(self) -> None:
         await self.open.wait()
@@ -29,9 +31,10 @@ class Gate:
 
 async def test_deltas_pour_as_they_come_and_merge_while_the_gate_is_full() -> None:
     generation, choice, _ = one()
-    gate, got = Gate(), list[Delta]()
+    gate = Gate()
+    got = gate.got
     choice.push(0, u32([0]))
-    pouring = asyncio.create_task(generation.pour(got.append, gate))
+    pouring = asyncio.create_task(generation.pour(gate))
     await asyncio.sleep(0)
     choice.push(1, u32([1]))
     choice.push(2, u32([2, 3]))
@@ -53,22 +56,23 @@ async def test_deltas_pour_as_they_come_and_merge_while_the_gate_is_full() -> No
 
 async def test_pour_raises_what_failed_after_what_came_before() -> None:
     generation, choice, _ = one()
-    got: list[Delta] = []
-    pouring = asyncio.create_task(generation.pour(got.append, Gate()))
+    gate = Gate()
+    pouring = asyncio.create_task(generation.pour(gate))
     await asyncio.sleep(0)
     choice.push(0, u32([0]))
     choice.fail(EngineFailed("broken"))
     with pytest.raises(EngineFailed, match="broken"):
         await pouring
-    assert [delta.text for delta in got] == ["a"]
+    assert [delta.text for delta in gate.got] == ["a"]
 
 
 async def test_pour_raises_what_put_raises_and_who_brings_the_token_goes_on() -> None:
-    def put(_delta: Delta) -> None:
-        raise ZeroDivisionError
+    class Broken(Gate):
+        def put(self, choice: Choice) -> bool:
+            raise ZeroDivisionError
 
     generation, choice, _ = one()
-    pouring = asyncio.create_task(generation.pour(put, Gate()))
+    pouring = asyncio.create_task(generation.pour(Broken()))
     await asyncio.sleep(0)
     choice.push(0, u32([0]))
     choice.push(1, u32([1]))
@@ -78,10 +82,10 @@ async def test_pour_raises_what_put_raises_and_who_brings_the_token_goes_on() ->
 
 async def test_nothing_pours_for_a_reader_that_has_left() -> None:
     generation, choice, _ = one()
-    got: list[Delta] = []
-    pouring = asyncio.create_task(generation.pour(got.append, Gate()))
+    gate = Gate()
+    pouring = asyncio.create_task(generation.pour(gate))
     await asyncio.sleep(0)
     pouring.cancel()
     await asyncio.gather(pouring, return_exceptions=True)
     choice.push(0, u32([0]))
-    assert got == []
+    assert gate.got == []

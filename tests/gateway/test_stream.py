@@ -256,6 +256,21 @@ async def test_logprobs_are_cut_to_what_the_choice_asked_and_merged() -> None:
     assert rows == Logprobs(1, f32([-0.5, -1.5]), u32([1, 1]), u32([0, 1]), f32([-0.25, -0.25]))
 
 
+async def test_of_a_frame_a_choice_takes_its_own_tokens_and_rows() -> None:
+    rows = Logprobs(1, f32([-1, -2, -3, -4]), u32([1, 2, 3, 4]), u32([9, 8, 7, 6]), f32([-5, -6, -7, -8]))
+    frame = u32([0, 1, 2, 3])
+    generation, choice, _ = one(sampling=sampling(logprobs=1))
+    choice.push(0, frame, rows, 1, 3)
+    own = Logprobs(1, f32([-2, -3]), u32([2, 3]), u32([8, 7]), f32([-6, -7]))
+    assert await take(generation) == Delta(0, "bc", u32([1, 2]), 2, own)
+    choice.push(1, frame, rows, 2, 4)  # the first of them is known
+    own = Logprobs(1, f32([-4]), u32([4]), u32([6]), f32([-8]))
+    assert await take(generation) == Delta(0, "d", u32([3]), 3, own)
+    generation, choice, _ = one()  # which did not ask
+    choice.push(0, frame, rows, 0, 1)
+    assert await take(generation) == Delta(0, "a", u32([0]), 1)
+
+
 async def test_logprobs_zero_is_the_chosen_tokens_alone() -> None:
     generation, choice, _ = one(sampling=sampling(logprobs=0))
     choice.push(0, u32([4]), Logprobs(1, f32([-0.5]), u32([3]), u32([7]), f32([-0.25])))

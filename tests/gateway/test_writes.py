@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from typing import Any, cast
 
 import uvloop
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -19,6 +19,15 @@ class Wire(asyncio.Transport):
         super().__init__()
         self._name, self._log = name, log
         self.closing = False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return {"socket": self}[name]
+
+    def fileno(self) -> int:
+        return -1
+
+    def get_write_buffer_size(self) -> int:
+        return 1  # so nothing may be written past it
 
     def write(self, data: Any) -> None:
         assert not self.closing
@@ -115,3 +124,45 @@ def test_connections_of_the_event_loop_send_small_writes_at_once() -> None:
         return answer
 
     assert uvloop.run(is_set())
+
+
+def test_a_client_that_stops_reading_gets_every_byte_in_order_and_one_that_left_is_told_of() -> None:
+    """Small writes go to the socket at once, then the transport's buffer is in between, then they do again."""
+    pieces = [bytes([number % 251]) * (1 + number * 37 % 3000) for number in range(3000)]
+
+    async def exchange() -> tuple[bytes, int]:
+        loop = asyncio.get_running_loop()
+        accepted: asyncio.Future[tuple[asyncio.Transport, asyncio.Future[None]]] = loop.create_future()
+        turn = Turn()
+
+        class Accepted(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+                self.lost = loop.create_future()
+                accepted.set_result((cast(asyncio.Transport, transport), self.lost))
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                self.lost.set_result(None)
+
+        server = await loop.create_server(Accepted, "127.0.0.1", 0)
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1024)
+            below, lost = await accepted
+            transport = TurnTransport(below, turn, loop)
+            most = 0
+            for piece in pieces:
+                transport.write(piece)
+                await asyncio.sleep(0)
+                most = max(most, below.get_write_buffer_size())
+            got = await reader.readexactly(sum(map(len, pieces)))
+            transport.write(b"again")
+            got += await reader.readexactly(5)
+            writer.transport.abort()
+            while not lost.done():
+                transport.write(b"nobody reads")
+                await asyncio.sleep(0.001)
+        return got, most
+
+    got, most = uvloop.run(asyncio.wait_for(exchange(), 10))
+    assert got == b"".join(pieces) + b"again"
+    assert most > 100_000  # else the way past the transport was the only one

@@ -1,0 +1,86 @@
+"""Most events are made without a Delta: the same bytes, measured alike, and nothing taken while the client is slow."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import orjson
+
+from gateway.measures import RequestMeasure
+from gateway.outlet import EventOutlet
+from gateway.replies import Reply
+from gateway.stream import Delta
+from protocol.messages import FinishReason, u32
+from tests.gateway.test_stream import one
+
+
+class Replies:
+    """A Reply whose events are lines."""
+
+    def __init__(self) -> None:
+        self.text_frames: list[tuple[bytes, bytes] | None] = [None]
+
+    def events(self, delta: Delta) -> bytes:
+        self.text_frames = [(b"text ", b";")]
+        return b"delta %s;" % orjson.dumps(delta.text)
+
+
+class Measure:
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def streamed(self, delta: Delta) -> None:
+        self.seen.append(delta)
+
+    def delivered(self, index: int) -> None:
+        self.seen.append(index)
+
+
+class Client:
+    def __init__(self) -> None:
+        self.is_full = False
+        self.got: list[bytes] = []
+
+    def write(self, piece: bytes) -> None:
+        self.got.append(piece)
+
+    async def drain(self) -> None:
+        raise AssertionError("nobody waits here")
+
+
+async def test_events_with_no_more_than_text_are_put_between_bytes() -> None:
+    generation, choice, _ = one()
+    reply, measure, client = Replies(), Measure(), Client()
+    frames = reply.text_frames
+    outlet = EventOutlet(cast(Reply, reply), cast(RequestMeasure, measure), client)
+    choice.push(0, u32([0]))
+    assert outlet.put(choice)
+    frames[0] = (b"text ", b";")
+    choice.push(1, u32([1]))
+    assert outlet.put(choice)
+    client.is_full = True
+    choice.push(2, u32([2, 3]))
+    assert not outlet.put(choice)
+    client.is_full = False
+    choice.push(4, u32([4]))
+    assert outlet.put(choice)
+    choice.finish(FinishReason.LENGTH, None)
+    assert outlet.put(choice)
+    assert client.got == [b'delta "a";', b'text "b";', b'text "cde";', b'delta "";']
+    first, last = Delta(0, "a", u32([0]), 1), Delta(0, "", u32([]), 5, finish_reason=FinishReason.LENGTH)
+    assert measure.seen == [first, 0, 0, last]
+    assert not generation.has_failed
+
+
+async def test_a_token_without_text_is_delivered_without_an_event() -> None:
+    _, choice, _ = one(stop=("bx",))
+    measure, client = Measure(), Client()
+    reply = Replies()
+    reply.text_frames[0] = (b"text ", b";")
+    outlet = EventOutlet(cast(Reply, reply), cast(RequestMeasure, measure), client)
+    choice.push(0, u32([1]))
+    assert outlet.put(choice)
+    assert (client.got, measure.seen) == ([], [0])
+    choice.push(1, u32([0]))
+    assert outlet.put(choice)
+    assert (client.got, measure.seen) == ([b'text "ba";'], [0, 0])

@@ -10,7 +10,6 @@ import math
 import mmap
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,12 +37,6 @@ DTYPES = {
 
 #: Tensors from this size on have mappings of their own.
 _MAPPED_BYTES = 2**20
-
-#: A larger one is read in parts of this size, by up to so many threads.
-_PART_BYTES, _MOST_THREADS = 8 * 2**20, 4
-
-#: What the system is asked to fetch behind a tensor that is read, so that the disk works while it is put into place.
-_READ_AHEAD_BYTES = 64 * 2**20
 
 
 def _memory(num_bytes: int) -> bytearray | mmap.mmap:
@@ -93,35 +86,21 @@ class SafetensorsFile:
         return read_header(self._file)
 
     def _read_into(self, memory: memoryview, starts: Sequence[int]) -> None:
-        """Fill `memory` with runs of equal length from `starts` on. By several threads: half of the time goes into
-        making pages and copying into them.
+        """Fill `memory` with runs of equal length from `starts` on.
+
+        In one thread, and the system reads ahead by itself. 970 MB on two cores: 1.1 s from the disk, as dd; by four
+        threads 1.6 to 1.9. A thread that read ahead of what is taken made loading slower, 2.5 s for 2.1, and
+        cost 2 s of processor time; asking the system to fetch what follows made it no faster.
         """
         length = len(memory) // len(starts)
-        parts = [
-            (memory[run * length + begin : run * length + min(begin + _PART_BYTES, length)], start + begin)
-            for run, start in enumerate(starts)
-            for begin in range(0, length, _PART_BYTES)
-        ]
-        ahead = starts[-1] - starts[0] + length + _READ_AHEAD_BYTES
-        num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), -(-len(memory) // _PART_BYTES))
         with self._file.open("rb", buffering=0) as stream:
-            descriptor = stream.fileno()
-            os.posix_fadvise(descriptor, starts[0], ahead, os.POSIX_FADV_WILLNEED)
-            if num_threads <= 1:
-                return self._read_parts(descriptor, parts)
-            with ThreadPoolExecutor(num_threads) as threads:
-                shares = [parts[number::num_threads] for number in range(num_threads)]
-                for reading in [threads.submit(self._read_parts, descriptor, share) for share in shares]:
-                    reading.result()
-
-    def _read_parts(self, descriptor: int, parts: Sequence[tuple[memoryview, int]]) -> None:
-        for memory, start in parts:
-            done = 0
-            while done < len(memory):
-                count = os.preadv(descriptor, [memory[done:]], start + done)
-                if count == 0:
-                    raise ModelError(f"{self._file} was cut while it was read. Fetch the file again.")
-                done += count
+            for number, start in enumerate(starts):
+                run, done = memory[number * length : (number + 1) * length], 0
+                while done < length:
+                    count = os.preadv(stream.fileno(), [run[done:]], start + done)
+                    if count == 0:
+                        raise ModelError(f"{self._file} was cut while it was read. Fetch the file again.")
+                    done += count
 
 
 def _runs(shape: tuple[int, ...], region: Region | None) -> Sequence[int]:

@@ -7,7 +7,9 @@ model is never served with a part of it random or left out.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
+import time
 from collections.abc import Collection
 from typing import Protocol
 
@@ -17,6 +19,8 @@ from torch import Tensor
 from engine.loading.formats import Checkpoint, Region, slices
 from engine.loading.store import ModelError
 from engine.plan import Progress
+
+log = logging.getLogger("engine")
 
 _CPU = torch.device("cpu")
 
@@ -89,6 +93,7 @@ class WeightReader:
         self._progress = progress
         self._done = 0
         self._total = checkpoint.num_bytes
+        self._began = time.monotonic()
 
     def has(self, name: str) -> bool:
         return name in self._checkpoint.entries
@@ -128,6 +133,9 @@ class WeightReader:
             entry = self._checkpoint.entries[left[0]]
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise ModelError(f"{entry.file.name} holds {left[0]}{more}, which config.json does not call for.")
+        seconds = max(time.monotonic() - self._began, 1e-6)
+        rate = round(self._done / seconds)
+        log.info("weights_loaded", extra={"bytes": self._done, "seconds": round(seconds, 3), "bytes_per_second": rate})
 
     def _is_zero_bias(self, name: str) -> bool:
         return name.endswith(".bias") and not self._checkpoint.read(name).any()

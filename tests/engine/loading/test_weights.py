@@ -45,13 +45,17 @@ def test_other_kind(reader: tuple[WeightReader, Calls]) -> None:
         reader[0].take("q", (2,))
 
 
-def test_left_over(reader: tuple[WeightReader, Calls]) -> None:
+def test_left_over(reader: tuple[WeightReader, Calls], caplog: pytest.LogCaptureFixture) -> None:
     weights, _ = reader
     with pytest.raises(ModelError, match=r"holds a\.weight and 1 more, which config\.json does not call for"):
         weights.finish((".nothing", "q"))
     weights.take("a.weight", (2, 3))
     weights.take("b.weight", (4,))
-    weights.finish(("q",))
+    with caplog.at_level("INFO", "engine"):
+        weights.finish(("q",))
+    (record,) = map(vars, caplog.records)
+    assert (record["msg"], record["bytes"]) == ("weights_loaded", 40)
+    assert record["bytes_per_second"] > 0
 
 
 def test_dummy_weights_are_the_same_every_time_and_never_zeros() -> None:

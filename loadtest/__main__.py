@@ -83,6 +83,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "soak": trials.soak,
     "gateway": trials.gateway,
     "gpu": trials.gpu,
+    "load": trials.load,
 }
 
 

@@ -1,4 +1,4 @@
-"""The commands `kill`, `soak`, `gateway` and `gpu`: options to a trial, its report to a file and the terminal."""
+"""The commands `kill`, `soak`, `gateway`, `gpu`, `load`: options to a trial, its report to a file and the terminal."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import uvloop
 
-from loadtest import chaos, gateway_report, gpu_report
+from loadtest import chaos, gateway_report, gpu_report, loading
 from loadtest import gateway as fronting
 from loadtest import gpu as computing
 from loadtest import soak as soaking
@@ -152,6 +152,27 @@ def gpu(arguments: Sequence[str]) -> int:
         options.output.write_bytes(orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2) + b"\n")
         plot = gpu_report.draw(report, options.output.with_suffix(".png"))
         options.output.with_suffix(".md").write_text(f"{table}\n![{plot.stem}]({plot.name})\n")
+    return 0
+
+
+def load(arguments: Sequence[str]) -> int:
+    """0 once everything is measured; a missed target is a measurement."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest load",
+        description="Measure how fast an engine loads a model, beside the disk, and the memory that it takes.",
+        epilog="Give the model's folder and the engine's flags after `--`, such as `-- /models/llama --device=cpu`.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", type=Path, metavar="DIR", help="a folder with safetensors, on the disk to measure")
+    parser.add_argument("engine", nargs="*", metavar="FLAG", help="words of the engine's command line")
+    parser.add_argument("--repeats", type=positive_int, default=3, metavar="N", help="default: 3")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="write the report there")
+    options = parser.parse_args(arguments)
+    command = ["python", "-m", "loadtest", "load", *arguments]
+    report = loading.measure(options.model, options.engine, options.repeats, command, _tell)
+    _show(loading.table(report))
+    if options.output is not None:
+        options.output.write_bytes(orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2) + b"\n")
     return 0
 
 

@@ -28,6 +28,7 @@ from engine.sources import resolve as resolve_model
 from engine.sources.reference import parse_reference
 from engine.sources.remote import Unreachable
 from engine.status import Status
+from engine.step_log import StepLog
 from protocol import logs
 from protocol.process import EXIT_FAILED, EXIT_UNUSABLE, Parent
 from protocol.progress import ProgressBar
@@ -114,6 +115,7 @@ class Engine:
             drain_timeout_s=config.drain_timeout,
             curve=curve,
             wakeup=_catch_signals(),
+            step_log=None if config.step_log is None else StepLog(config.step_log),
         )
         self._http: MetricsServer | None = None
         if config.metrics_port is not None:

@@ -105,6 +105,7 @@ class EngineConfig(Settings):
     curve_allowed_keys_dir: Path | None = Field(
         None, description="Folder of the public keys of the gateways that may connect; required with a key pair."
     )
+    step_log: Path | None = Field(None, description="File for the times at which steps are sent, as JSON lines.")
     fake_num_blocks: int = Field(4096, ge=1, description="fake backend: size of the block pool.")
     fake_step_ms: float = Field(0.0, ge=0, description="fake backend: least time of a step.")
     fake_token_us: float = Field(0.0, ge=0, description="fake backend: time added by each token computed in a step.")
@@ -117,9 +118,6 @@ class EngineConfig(Settings):
         None, ge=0, description="fake backend: a prompt with this token id ends the process when it is computed."
     )
     fake_load_s: float = Field(0.0, ge=0, description="fake backend: time to load.")
-    fake_step_log: Path | None = Field(
-        None, description="fake backend: file for the times of its steps, as JSON lines."
-    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

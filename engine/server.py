@@ -30,6 +30,7 @@ from engine.inbox import Drain, Inbox
 from engine.mailbox import Sent
 from engine.reception import Reception
 from engine.status import Status
+from engine.step_log import StepLog
 from protocol.codec import MAX_FRAME
 from protocol.messages import BEAT_MS, Phase
 
@@ -106,6 +107,7 @@ class Server:
         drain_timeout_s: float,
         curve: CurveKeys | None = None,
         wakeup: int | None = None,
+        step_log: StepLog | None = None,
         high_water_mark: int = HIGH_WATER_MARK,
     ) -> None:
         """Binds. Raises ListenError."""
@@ -118,6 +120,7 @@ class Server:
         self._status = status
         self._drain_timeout_s = drain_timeout_s
         self._wakeup = wakeup
+        self._step_log = step_log
         self._context = zmq.Context()
         self._authenticator = _authenticator(self._context, curve) if curve else None
         self._socket = self._context.socket(zmq.ROUTER)
@@ -162,6 +165,8 @@ class Server:
         self._put(_Stop())
         self._thread.join()
         os.close(self._bell)
+        if self._step_log is not None:
+            self._step_log.close()
 
     def _put(self, item: list[Delivery] | _Serve | _Stop) -> None:
         self._outbox.append(item)
@@ -222,6 +227,8 @@ class Server:
                 case _Stop():
                     return False
                 case deliveries:
+                    if self._step_log is not None:
+                        self._step_log.sending(deliveries)
                     self._reception.deliver(deliveries)
         return True
 

@@ -1,6 +1,6 @@
 """From a step log and the arrival times of tokens to the time each token took from the engine to the client.
 
-The fake engine writes down when each of its steps ended and how many tokens it made. A stream gets a token from each
+The engine writes down when it sends each of its steps and how many tokens it has. A stream gets a token from each
 step from its first on, so where all streams have as many tokens, those numbers tell how many streams began with each
 step; and a stream that began a step later has its quickest token that much later, whatever the others met on their way.
 """
@@ -16,7 +16,7 @@ from loadtest.servers import TrialError
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the engine: when it ended (seconds of the monotonic clock) and the tokens it made."""
+    """One step of the engine: when its send began (seconds of the monotonic clock) and the tokens it made."""
 
     number: int
     at: float
@@ -24,7 +24,7 @@ class Step:
 
 
 def read_steps(log: Path) -> list[Step]:
-    """The steps in a log of `--fake-step-log`, in order."""
+    """The steps in a log of `--step-log`, in order."""
     rows = map(orjson.loads, log.read_bytes().splitlines())
     return [Step(row["step"], row["monotonic_ns"] / 1e9, row["num_sampled"]) for row in rows]
 
@@ -47,7 +47,7 @@ def delays(steps: Sequence[Step], streams: Sequence[Sequence[float]]) -> list[fl
     for first, times in zip(firsts, sorted(streams, key=quickest), strict=True):
         found += [at - step.at for at, step in zip(times, steps[first : first + num_tokens], strict=True)]
     if min(found) < 0:
-        raise TrialError(f"a token arrived {-min(found):.6f} s before its step ended")
+        raise TrialError(f"a token arrived {-min(found):.6f} s before its step was sent")
     return found
 
 

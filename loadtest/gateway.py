@@ -1,8 +1,8 @@
 """What a gateway costs: `python -m loadtest gateway` runs one before the fake engine and measures it.
 
-The fake engine makes a token a stream and step at a set pace and logs when; the gateway is a process of its own whose
-processor time is read from /proc. The client keeps the bytes with their times of arrival and reads them when the run is
-over, so that it takes little from the two processes it shares the machine with.
+The fake engine makes a token a stream and step at a set pace and logs when it sends; the gateway is a process of its
+own whose processor time is read from /proc. The client keeps the bytes with their times of arrival and reads them when
+the run is over, so that it takes little from the two processes it shares the machine with.
 """
 
 import asyncio
@@ -53,8 +53,8 @@ class Plan:
 class Cost:
     """Streams, and what they cost the gateway from before the first request to the last byte.
 
-    `send_to_client_s` is from the end of the engine's step to the client, of every token; None without a pace. So the
-    engine's own work between the end of a step and its send is in it.
+    `send_to_client_s` is from just before the engine encodes and sends a step to the client's read, of every token;
+    None without a pace.
     """
 
     streams: int
@@ -159,7 +159,7 @@ class _Bench:
             (
                 "--backend=fake",
                 f"--fake-step-ms={step_ms}",
-                f"--fake-step-log={self._log}",
+                f"--step-log={self._log}",
                 "--fake-depth=2",  # else the time to plan a step adds to the pace
                 "--fake-num-blocks=65536",
                 f"--max-num-seqs={num_seqs}",
@@ -210,7 +210,7 @@ class _Bench:
         )
 
     async def first_write(self) -> float:
-        """Seconds from the engine's first step for one stream alone to its first event at the client."""
+        """Seconds from the send of the first step for one stream alone to its first event at the client."""
         since = time.monotonic()
         stream = await self._ask(2)
         return read_stream(stream.status, stream.pieces).times[0] - self._steps(since)[0].at

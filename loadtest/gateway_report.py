@@ -70,8 +70,8 @@ def table(report: Report) -> str:
         "",
         f"{len(report.runs)} repeats. Cost: {plan.streams} streams at {plan.rate:g} tokens/s, {plan.num_tokens} tokens "
         f"each, one event of 15 bytes of text a token; they begin over {RAMP_S:g} s. Delays: {plan.latency_streams} "
-        f"such streams, from the end of the engine's step, before it commits, encodes and sends what the step made: "
-        f"from the send they are shorter. Full speed: {plan.full_speed_streams} streams at once. "
+        f"such streams, from just before the engine encodes and sends a step to the client's read. "
+        f"Full speed: {plan.full_speed_streams} streams at once. "
         f"Engine, gateway and client share {hardware.num_cpus} cores of {hardware.cpu}; other processes took up to "
         f"{busiest:.0%} of the machine. "
         f"Commit {commit}.",

@@ -9,13 +9,11 @@ changes the tokens. Whatever else a plan may not do raises `PlanError`.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TextIO
 
 from engine.backends import fake_tokenizer
 from engine.backends.fake_tokenizer import END_OF_TEXT, TURN_END, VOCAB_SIZE
@@ -60,7 +58,6 @@ class _Slot:
 @dataclass(frozen=True, slots=True)
 class _Launched:
     result: StepResult
-    num_tokens: int
     ready_at: float
 
 
@@ -78,7 +75,6 @@ class FakeRunner:
         self._slots: dict[int, _Slot] = {}
         self._launched: deque[_Launched] = deque()
         self._busy_until = 0.0
-        self._log: TextIO | None = None
 
     def load(self, progress: Progress) -> ModelInfo:
         config = self._config
@@ -87,8 +83,6 @@ class FakeRunner:
             progress("weights", part, parts)
             time.sleep(config.fake_load_s / parts)
         progress("weights", parts, parts)
-        if config.fake_step_log is not None:
-            self._log = config.fake_step_log.open("a", buffering=1)
         self._pool = [[] for _ in range(config.fake_num_blocks)]
         identity = f"fake {FAKE_NUMERICS} mean_length={self._mean_length}"
         context_length = config.max_model_len or DEFAULT_CONTEXT
@@ -125,22 +119,17 @@ class FakeRunner:
         self._busy_until = max(now, self._busy_until) + self._step_s + self._token_s * plan.num_tokens
         logprobs = _logprobs(ids, [slot.entered.sampling for slot in sampling])
         result = StepResult(plan.step, ids, logprobs, scored=scored)
-        self._launched.append(_Launched(result, plan.num_tokens, self._busy_until))
+        self._launched.append(_Launched(result, self._busy_until))
 
     def collect(self) -> StepResult:
         launched = self._launched.popleft()
         wait = launched.ready_at - time.monotonic()
         if wait > 0:
             time.sleep(wait)
-        if self._log is not None:
-            result = launched.result
-            line = {"step": result.step, "monotonic_ns": time.monotonic_ns(), "num_tokens": launched.num_tokens}
-            self._log.write(json.dumps(line | {"num_sampled": len(result.ids)}) + "\n")
         return launched.result
 
     def close(self) -> None:
-        if self._log is not None:
-            self._log.close()
+        pass
 
     def _compute(self, step: int, entry: PlanEntry) -> _Slot:
         """Write the fake KV of an entry's positions."""

@@ -245,18 +245,15 @@ def test_killed_and_restarted_it_answers_every_time(
 
 def test_the_step_log_has_a_line_for_each_step(start_engine: StartEngine, context: Context, tmp_path: Path):
     log = tmp_path / "steps.jsonl"
-    engine = start_engine("--backend=fake", f"--fake-step-log={log}", "--fake-step-ms=10")
+    engine = start_engine("--backend=fake", f"--step-log={log}", "--fake-step-ms=10")
     with Peer(context, engine.address) as peer:
         peer.greet()
         peer.say(submit(1, max_tokens=5))
         peer.finish(1)
     assert engine.terminate() == 0
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [(line["step"], line["num_tokens"], line["num_sampled"]) for line in lines] == [
-        (1, 6, 1),
-        *((step, 1, 1) for step in range(2, 6)),
-    ]
-    assert all(later["monotonic_ns"] - line["monotonic_ns"] >= 10e6 for line, later in pairwise(lines))
+    assert [(line["step"], line["num_sampled"]) for line in lines] == [(step, 1) for step in range(1, 6)]
+    assert all(later["monotonic_ns"] > line["monotonic_ns"] for line, later in pairwise(lines))
 
 
 class Terminal(io.StringIO):

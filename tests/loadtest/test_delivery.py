@@ -50,5 +50,5 @@ def test_what_does_not_fit_is_said(num_sampled: tuple[int, ...], streams: list[l
 
 def test_a_log_is_read(tmp_path: Path) -> None:
     log = tmp_path / "steps"
-    log.write_text('{"step": 3, "monotonic_ns": 1500000000, "num_tokens": 9, "num_sampled": 2}\n')
+    log.write_text('{"step": 3, "monotonic_ns": 1500000000, "num_sampled": 2}\n')
     assert read_steps(log) == [Step(3, 1.5, 2)]

@@ -47,6 +47,40 @@ def _linears() -> Iterator[_Row]:
             yield f"linear {num_out}x{num_in}, {rows} rows (torch: float32)", ours, theirs
 
 
+def _experts() -> Iterator[_Row]:
+    """64 experts of 384 on a hidden size of 1024, 8 a row."""
+    count, hidden, inner, top_k = 64, 1024, 384, 8
+    gate_up, down = torch.randn(count, 2 * inner, hidden) / 32, torch.randn(count, hidden, inner) / 20
+    packed = kernels.empty_experts(count, hidden, inner, dtype=torch.bfloat16, device=torch.device("cpu"))
+    for expert in range(count):
+        gate, up = gate_up[expert].bfloat16().chunk(2)
+        packed.fill(expert, gate, up, down[expert].bfloat16())
+    for rows in _ROW_COUNTS:
+        x, logits = torch.randn(rows, hidden), torch.randn(rows, count)
+        chosen, weights = kernels.route(logits, top_k, renormalize=True)
+        ours = _least_ms(partial(kernels.mix_experts, x.bfloat16(), chosen, weights, packed))
+        theirs = _least_ms(partial(_one_expert_after_another, x, chosen, weights, gate_up, down))
+        yield f"{top_k} of {count} experts {inner}x{hidden}, {rows} rows (torch: float32)", ours, theirs
+        yield (
+            f"route to {top_k} of {count} experts, {rows} rows",
+            _least_ms(partial(kernels.route, logits, top_k, renormalize=True)),
+            _least_ms(partial(_softmax_topk, logits, top_k)),
+        )
+
+
+def _one_expert_after_another(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    total = torch.zeros_like(x)
+    for expert in chosen.unique().tolist():
+        rows, places = (chosen == expert).nonzero(as_tuple=True)
+        gated = _silu_mul(torch.nn.functional.linear(x[rows], gate_up[expert]))
+        total.index_add_(0, rows, torch.nn.functional.linear(gated, down[expert]) * weights[rows, places, None])
+    return total
+
+
+def _softmax_topk(logits: Tensor, top_k: int) -> object:
+    return logits.softmax(1).topk(top_k)
+
+
 def _attentions() -> Iterator[_Row]:
     for what, num_seqs, context, chunk in (
         ("decode", 1, 512, 1),
@@ -133,7 +167,7 @@ def main() -> None:
     sys.stdout.write(
         f"{kernels.numerics_name()}, {threads} threads\n| operator | ours, ms | torch, ms |\n|---|---|---|\n"
     )
-    for rows in (_linears(), _attentions(), _rows(), _samplings()):
+    for rows in (_linears(), _experts(), _attentions(), _rows(), _samplings()):
         for what, ours, theirs in rows:
             sys.stdout.write(f"| {what} | {ours:.3f} | {theirs:.3f} |\n")
 

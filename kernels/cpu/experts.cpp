@@ -30,13 +30,14 @@ float sum_of_exponentials(const float* logits, int64_t count, float top) {
 
 void route_row(const float* logits, int64_t num_experts, int64_t top_k, bool renormalize, int32_t* chosen,
                float* weights) {
-    for (int64_t place = 0; place < top_k; place++) {
-        int32_t best = -1;
-        for (int32_t i = 0; i < num_experts; i++) {
-            if (std::find(chosen, chosen + place, i) != chosen + place) continue;
-            if (best < 0 || before(logits[i], logits[best])) best = i;
-        }
-        chosen[place] = best;
+    int64_t count = 0;  // the best so far, in order
+    for (int32_t expert = 0; expert < num_experts; expert++) {
+        int64_t place = count;
+        while (place > 0 && before(logits[expert], logits[chosen[place - 1]])) place--;
+        if (place == top_k) continue;
+        count = std::min(count + 1, top_k);
+        std::copy_backward(chosen + place, chosen + count - 1, chosen + count);
+        chosen[place] = expert;
     }
     const float top = logits[chosen[0]];
     for (int64_t place = 0; place < top_k; place++) weights[place] = exp(logits[chosen[place]] - top);

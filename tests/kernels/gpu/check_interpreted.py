@@ -161,6 +161,18 @@ def test_attention(
     assert not copied.batch.schedule.arrivals.any()
 
 
+def test_attention_that_turns_a_part_of_each_head() -> None:
+    """36 of 48 dimensions, for a single token and for a chunk."""
+    whole = AttentionCase.draw(6, 3, 48, dtype=torch.float32, block_size=16, starts=(30, 40), counts=(1, 20))
+    case = replace(whole, table=torch.cat((whole.table[:, :18], whole.table[:, 24:42]), 1))
+    wanted = rotate_and_attend(
+        *(case.qkv.clone(), case.table, case.keys, case.values, case.batch, case.slots),
+        num_heads=6,
+        scale=48**-0.5,
+    )
+    assert error(case.on(torch.device("cpu")).run(0, 0.0), wanted) < CLOSE[torch.float32]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_after_norms_of_heads(dtype: torch.dtype) -> None:
     case = AttentionCase.draw(12, 3, 48, dtype=dtype, block_size=16, starts=(0, 40), counts=(1, 20))

@@ -18,19 +18,27 @@ constexpr int64_t TILE_ROWS = 48;
 // Partial results of splits computed apart take at most this much memory; beyond, splits are walked.
 constexpr int64_t MAX_PARTIAL_FLOATS = 4 << 20;
 
-// Cuts the queries into tiles; false when one names a sequence, position or block that does not exist.
+QueryTile tile_of(const Problem& p, int64_t begin, int64_t end) {
+    QueryTile tile{begin, end - begin, p.first_key(begin), p.positions[begin]};
+    for (int64_t token = begin + 1; token < end; token++) {
+        tile.low = std::min(tile.low, p.first_key(token));
+        tile.high = std::max<int64_t>(tile.high, p.positions[token]);
+    }
+    return tile;
+}
+
+// Cuts the queries into tiles, those of one sequence into tiles of almost equal size; false when one names a sequence,
+// position or block that does not exist.
 bool cut(const Problem& p, std::vector<QueryTile>& tiles) {
     const int64_t most = std::max<int64_t>(1, TILE_ROWS / p.group());
-    for (int64_t token = 0; token < p.num_tokens; token++) {
-        const int64_t seq = p.seq_index[token], position = p.positions[token];
-        if (seq < 0 || seq >= p.num_seqs || position < 0 || position >= p.max_blocks * p.block_size) return false;
-        const int64_t low = p.first_key(token);
-        if (tiles.empty() || tiles.back().count == most || p.seq_index[token - 1] != seq)
-            tiles.push_back({token, 0, low, position});
-        QueryTile& tile = tiles.back();
-        tile.count++;
-        tile.low = std::min(tile.low, low);
-        tile.high = std::max(tile.high, position);
+    for (int64_t begin = 0, end; begin < p.num_tokens; begin = end) {
+        const int64_t seq = p.seq_index[begin];
+        for (end = begin; end < p.num_tokens && p.seq_index[end] == seq; end++)
+            if (p.positions[end] < 0 || p.positions[end] >= p.max_blocks * p.block_size) return false;
+        if (seq < 0 || seq >= p.num_seqs) return false;
+        const int64_t count = end - begin, num_tiles = (count + most - 1) / most;
+        for (int64_t i = 0; i < num_tiles; i++)
+            tiles.push_back(tile_of(p, begin + count * i / num_tiles, begin + count * (i + 1) / num_tiles));
     }
     return std::all_of(tiles.begin(), tiles.end(), [&](const QueryTile& tile) {
         const int32_t* table = p.block_tables + p.seq_index[tile.token] * p.max_blocks;

@@ -143,21 +143,26 @@ inline void with_type(Dtype dtype, const Body& body) {
     }
 }
 
-// Sum of a group's 16 lanes: a tree, upper half onto lower half.
+// A group's 16 lanes joined as a tree, upper half onto lower half.
+template <class Join>
+inline float fold_group(const vf (&group)[PARTS], const Join& join) {
+#ifdef __AVX512F__
+    const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)group[0], 1));
+    const __m256 eight = join(_mm512_castps512_ps256((__m512)group[0]), upper);
+#else
+    const __m256 eight = join((__m256)group[0], (__m256)group[1]);
+#endif
+    const __m128 four = join(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = join(four, _mm_movehl_ps(four, four));
+    return join(two, _mm_movehdup_ps(two))[0];
+}
+
 inline float sum_group(const vf (&group)[PARTS]) {
-    alignas(64) float lane[GROUP];
-    for (int part = 0; part < PARTS; part++) store(lane + part * LANES, group[part]);
-    for (int half = GROUP / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) lane[i] += lane[i + half];
-    return lane[0];
+    return fold_group(group, [](auto low, auto high) { return low + high; });
 }
 
 inline float max_group(const vf (&group)[PARTS]) {
-    alignas(64) float lane[GROUP];
-    for (int part = 0; part < PARTS; part++) store(lane + part * LANES, group[part]);
-    float top = lane[0];
-    for (int i = 1; i < GROUP; i++) top = lane[i] > top ? lane[i] : top;
-    return top;
+    return fold_group(group, [](auto low, auto high) { return high > low ? high : low; });
 }
 
 }  // namespace sluicegate

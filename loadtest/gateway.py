@@ -8,7 +8,7 @@ the run is over, so that it takes little from the two processes it shares the ma
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +20,7 @@ from loadtest.bench import raise_file_limit
 from loadtest.delivery import Step, delays, read_steps
 from loadtest.machine import Code, Hardware, read_code, read_hardware, read_versions
 from loadtest.process import take_snapshot, use_between
+from loadtest.reading import Reads, parse, post
 from loadtest.servers import Pair, TrialError
 from loadtest.sse import DONE, EventParser
 from loadtest.stats import Distribution, distribution, histogram
@@ -99,20 +100,6 @@ class Report:
         return any(cost.num_events != cost.num_tokens for run in self.runs for cost in (run.paced, run.latency))
 
 
-@dataclass(slots=True)
-class _Stream:
-    """Receiver of one response: pieces and their times, unread."""
-
-    status: int = 0
-    pieces: list[tuple[float, bytes]] = field(default_factory=list)
-
-    def begin(self, status: int) -> None:
-        self.status = status
-
-    def feed(self, data: bytes, at: float) -> None:
-        self.pieces.append((at, data))
-
-
 @dataclass(frozen=True, slots=True)
 class Arrivals:
     """When each token of a stream arrived, and in how many events."""
@@ -148,6 +135,11 @@ def read_stream(status: int, pieces: Sequence[tuple[float, bytes]]) -> Arrivals:
     return Arrivals(times, num_events)
 
 
+def _arrivals(reads: Reads) -> Arrivals:
+    response = parse(reads)
+    return read_stream(response.status, response.pieces)
+
+
 class _Bench:
     """One gateway and one engine that ends a step every `step_ms`, until the `async with` ends."""
 
@@ -174,11 +166,8 @@ class _Bench:
     async def __aexit__(self, *error: object) -> None:
         await self._pair.__aexit__(*error)
 
-    async def _ask(self, num_tokens: int, after_s: float = 0.0) -> _Stream:
-        stream = _Stream()
-        await asyncio.sleep(after_s)
-        await self._pair.client.post(_PATH, _body(num_tokens), stream)
-        return stream
+    async def _ask(self, num_tokens: int, delays_s: Sequence[float]) -> list[Reads]:
+        return await asyncio.to_thread(post, "127.0.0.1", self._pair.http_port, _PATH, _body(num_tokens), delays_s)
 
     async def cost(self, streams: int, num_tokens: int) -> Cost:
         """What `streams` cost. Without a pace they begin at once, and no token can be matched with its step."""
@@ -186,11 +175,11 @@ class _Bench:
         since = time.monotonic()
         before = take_snapshot((gateway, engine))
         gap_s = RAMP_S / streams if self._step_ms else 0.0
-        collected = await asyncio.gather(*(self._ask(num_tokens, number * gap_s) for number in range(streams)))
+        collected = await self._ask(num_tokens, [number * gap_s for number in range(streams)])
         after = take_snapshot((gateway, engine))
         use = use_between(before, after)
         processes = {process.pid: process for process in use.processes}
-        arrivals = [read_stream(stream.status, stream.pieces) for stream in collected]
+        arrivals = [_arrivals(reads) for reads in collected]
         delivered = delays(self._steps(since), [each.times for each in arrivals]) if self._step_ms else []
         cpu_s, total = processes[gateway].cpu_s, sum(len(each.times) for each in arrivals)
         return Cost(
@@ -212,8 +201,8 @@ class _Bench:
     async def first_write(self) -> float:
         """Seconds from the send of the first step for one stream alone to its first event at the client."""
         since = time.monotonic()
-        stream = await self._ask(2)
-        return read_stream(stream.status, stream.pieces).times[0] - self._steps(since)[0].at
+        (reads,) = await self._ask(2, [0.0])
+        return _arrivals(reads).times[0] - self._steps(since)[0].at
 
     def _steps(self, since: float) -> list[Step]:
         return [step for step in read_steps(self._log) if step.at >= since and step.num_sampled]

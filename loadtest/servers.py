@@ -90,15 +90,15 @@ class Pair:
         self._start_timeout_s = start_timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="sg-"))  # a socket's path has at most 107 bytes
         address = f"ipc://{self._folder}/engine.sock"
-        http_port, metrics_port = _free_ports(2)
+        self.http_port, metrics_port = _free_ports(2)
         self.engine = Program(
             ["engine", *engine_flags, f"--listen={address}", f"--metrics-port={metrics_port}"],
             self._folder / "engine.log",
         )
         self.gateway = Program(
-            ["gateway", f"--engine={address}", f"--port={http_port}", *gateway_flags], self._folder / "gateway.log"
+            ["gateway", f"--engine={address}", f"--port={self.http_port}", *gateway_flags], self._folder / "gateway.log"
         )
-        self.url = f"http://127.0.0.1:{http_port}"
+        self.url = f"http://127.0.0.1:{self.http_port}"
         self.client = HttpClient(self.url)
         self._engine_client = HttpClient(f"http://127.0.0.1:{metrics_port}", keep_alive=False)
 

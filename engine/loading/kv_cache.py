@@ -9,7 +9,8 @@ FP8 = "fp8"
 
 _NAMES_OF_FP8 = (FP8, "fp8_e4m3")
 
-#: What `kv_cache_scheme` of a checkpoint made for FP8 says; other keys have no meaning here.
+#: What `kv_cache_scheme` of a checkpoint made for FP8 says, AutoFP8's in a word; other keys have no meaning here.
+_AUTOFP8_SCHEME = "static"
 _SCHEME: dict[str, object] = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 
 
@@ -31,7 +32,8 @@ def kv_cache_dtype(asked: str, quantization: Quantization | None, *, active: str
         )
     if asked == FP8 and made_for_fp8:
         assert quantization is not None
-        _check_scheme(quantization.inner("kv_cache_scheme"))
+        if quantization.values["kv_cache_scheme"] != _AUTOFP8_SCHEME:
+            _check_scheme(quantization.inner("kv_cache_scheme"))
     return asked
 
 

@@ -123,7 +123,7 @@ METHODS = {
 }
 
 #: Endings of tensors beside quantized weights that no linear layer takes: scales of activations, and of the KV cache.
-UNUSED = (".input_scale", ".input_zero_point", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
+UNUSED = (".input_scale", ".input_zero_point", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")
 
 
 def method_of(quantization: Quantization | None) -> LinearMethod:

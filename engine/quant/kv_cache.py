@@ -36,12 +36,13 @@ def read_kv_scales(
 
 
 def _places(layer: str, names: Sequence[str], part: str) -> Iterator[str]:
-    """Where a scale may stand: llmcompressor's place, then those of older tools and ModelOpt."""
+    """Where a scale may stand: llmcompressor's place, then those of AutoFP8, ModelOpt, and one for both of old."""
     yield f"{layer}{names[0].rpartition('.')[0]}.{part}_scale"
     if len(names) > 1:
         projection = f"{layer}{names[1 if part == 'k' else 2]}"
         yield f"{projection}.output_scale"
         yield f"{projection}.{part}_scale"
+    yield f"{layer}{names[0].rpartition('.')[0]}.kv_scale"
 
 
 def _read(checkpoint: Checkpoint, places: Iterator[str]) -> float | None:

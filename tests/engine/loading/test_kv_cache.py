@@ -33,6 +33,11 @@ def test_what_is_asked(asked: str, on_cpu: bool, fp8_checkpoint: bool, expected:
         assert kv_cache_dtype(asked, None, active="bfloat16", on_cpu=on_cpu) == expected
 
 
+def test_autofp8s_word_for_it() -> None:
+    quantization = Quantization("fp8", "config.json: quantization_config", {"kv_cache_scheme": "static"})
+    assert kv_cache_dtype("auto", quantization, active="bfloat16", on_cpu=True) == "fp8"
+
+
 @pytest.mark.parametrize("asked", ["fp8", "fp8_e4m3", "float16"])
 def test_on_a_gpu(asked: str) -> None:
     with pytest.raises(

@@ -153,22 +153,24 @@ def test_no_composition_of_steps_changes_a_bit(
 
 
 def test_places_of_scales(tmp_path: Path) -> None:
-    """llmcompressor's, that of older compressed-tensors, ModelOpt's, and none; a fused projection has the first."""
+    """llmcompressor's, AutoFP8's, ModelOpt's, an old one for both, and none; not all with a fused projection."""
     stored = {
         "l.0.self_attn.k_scale": torch.tensor(0.5),
         "l.0.self_attn.v_scale": torch.tensor([0.25], dtype=torch.bfloat16),
         "l.1.self_attn.k_proj.output_scale": torch.tensor([0.125]),
         "l.1.self_attn.v_proj.v_scale": torch.tensor([[3.0]]),
+        "l.2.self_attn.kv_scale": torch.tensor([0.75]),
     }
     save_file(stored, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     checkpoint = Checkpoint(ModelFolder(tmp_path))
-    layers = [f"l.{number}." for number in range(3)]
-    scales = (kernels.KVScales(0.5, 0.25), kernels.KVScales(0.125, 3.0), kernels.UNSCALED)
+    layers = [f"l.{number}." for number in range(4)]
+    both = kernels.KVScales(0.75, 0.75)
+    scales = (kernels.KVScales(0.5, 0.25), kernels.KVScales(0.125, 3.0), both, kernels.UNSCALED)
     assert read_kv_scales(checkpoint, layers, PROJECTIONS) == scales
-    fused = (scales[0], kernels.UNSCALED, kernels.UNSCALED)
+    fused = (scales[0], kernels.UNSCALED, both, kernels.UNSCALED)
     assert read_kv_scales(checkpoint, layers, ("self_attn.qkv_proj",)) == fused
-    assert read_kv_scales(None, layers, PROJECTIONS) == (kernels.UNSCALED,) * 3
+    assert read_kv_scales(None, layers, PROJECTIONS) == (kernels.UNSCALED,) * 4
 
 
 @pytest.mark.parametrize(

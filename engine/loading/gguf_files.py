@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 #: `general.architecture` of the files whose tensors are those of a family here, to what is special about them.
 _INTERLEAVED = frozenset({"llama"})
-_NORMS_PLUS_ONE = frozenset({"gemma3"})
-_ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "gemma3"})
+_NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -46,14 +45,26 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_GEMMA3_LAYER = _LAYER | {
+_GEMMA_LAYER = _LAYER | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
-#: Frequencies of llama3 positions, which the config gives as well.
-_UNUSED = frozenset({"rope_freqs.weight"})
+_PHI3_LAYER = _LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+
+#: What the tensors of a layer are called, by architecture.
+_LAYERS = {
+    "gemma2": _GEMMA_LAYER,
+    "gemma3": _GEMMA_LAYER,
+    "llama": _LAYER,
+    "phi3": _PHI3_LAYER,
+    "qwen2": _LAYER,
+    "qwen3": _LAYER,
+}
+
+#: Frequencies of llama3 positions and factors of longrope, which the config gives as well.
+_UNUSED = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
@@ -66,10 +77,9 @@ class GGUFFile:
         reader = _reader(file)
         field = reader.fields.get("general.architecture")
         self._architecture = str(field.contents()) if field is not None else "unnamed"
-        if self._architecture not in _ARCHITECTURES:
+        if self._architecture not in _LAYERS:
             raise ModelError(
-                f"{file}: general.architecture is {self._architecture!r}; GGUF is read for "
-                f"{', '.join(sorted(_ARCHITECTURES))}."
+                f"{file}: general.architecture is {self._architecture!r}; GGUF is read for {', '.join(_LAYERS)}."
             )
         self._heads = _head_counts(folder) if self._architecture in _INTERLEAVED else {}
         self._tensors: dict[str, ReaderTensor] = {
@@ -102,7 +112,7 @@ class GGUFFile:
         match = _NAME.fullmatch(name)
         if match is not None:
             layer, module, suffix = match.groups()
-            names = _TOP if layer is None else _GEMMA3_LAYER if self._architecture == "gemma3" else _LAYER
+            names = _TOP if layer is None else _LAYERS[self._architecture]
             if module in names:
                 return (
                     f"{names[module]}.{suffix}" if layer is None else f"model.layers.{layer}.{names[module]}.{suffix}"

@@ -68,9 +68,25 @@ def test_names_and_order_of_rows(tmp_path: Path, architecture: str, permuted: bo
         assert torch.equal(checkpoint.read(name), tensor), name
 
 
-def test_gemma_norms_have_one_added(tmp_path: Path) -> None:
+def test_fused_matrices_of_phi3(tmp_path: Path) -> None:
+    tensors = {
+        "blk.0.attn_qkv.weight": torch.randn(12, 8),
+        "blk.0.ffn_up.weight": torch.randn(10, 8),
+        "blk.0.ffn_norm.weight": torch.randn(8),
+        "rope_factors_long.weight": torch.ones(4),
+        "rope_factors_short.weight": torch.ones(4),
+    }
+    checkpoint = Checkpoint(folder(tmp_path, "phi3", tensors))
+    expected = ("self_attn.qkv_proj", "mlp.gate_up_proj", "post_attention_layernorm")
+    assert checkpoint.entries.keys() == {f"model.layers.0.{name}.weight" for name in expected}
+    for name, tensor in zip(expected, tensors.values(), strict=False):
+        assert torch.equal(checkpoint.read(f"model.layers.0.{name}.weight"), tensor)
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
+def test_gemma_norms_have_one_added(tmp_path: Path, architecture: str) -> None:
     tensors = {"output_norm.weight": torch.tensor([1.5, 2.0]), "blk.0.post_ffw_norm.weight": torch.tensor([1.0, 0.5])}
-    checkpoint = Checkpoint(folder(tmp_path, "gemma3", tensors))
+    checkpoint = Checkpoint(folder(tmp_path, architecture, tensors))
     assert checkpoint.read("model.norm.weight").tolist() == [0.5, 1.0]
     assert checkpoint.read("model.layers.0.post_feedforward_layernorm.weight").tolist() == [0.0, -0.5]
 
@@ -87,7 +103,9 @@ def test_quantized_matrices(tmp_path: Path, stored: str, error: float) -> None:
 
 
 def test_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"general\.architecture is 'mamba'; GGUF is read for gemma3, llama"):
+    with pytest.raises(
+        ModelError, match=r"general\.architecture is 'mamba'; GGUF is read for gemma2, gemma3, llama, phi3"
+    ):
         Checkpoint(folder(tmp_path, "mamba", {"token_embd.weight": torch.zeros(2, 2)}))
     with pytest.raises(ModelError, match=r"holds blk\.0\.ssm\.weight, which is no tensor of the architecture llama"):
         Checkpoint(folder(tmp_path, "llama", {"blk.0.ssm.weight": torch.zeros(2, 2)}))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from engine.loading.formats import Region
 from engine.loading.weights import DummyWeights
 from engine.quant import ExpertParts, LinearPart
 from engine.quant.unquantized import Unquantized
@@ -23,8 +24,8 @@ class CountingWeights(DummyWeights):
         self.most = 0
         self._given: list[weakref.ref[Tensor]] = []
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = super().take(name, shape)
+    def take(self, name: str, shape: tuple[int, ...], region: Region | None = None) -> Tensor:
+        tensor = super().take(name, shape, region)
         self._given.append(weakref.ref(tensor))
         self.most = max(self.most, sum(given() is not None for given in self._given))
         return tensor

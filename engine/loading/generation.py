@@ -36,13 +36,14 @@ def eos_ids(generation: dict[str, object], config: dict[str, object], vocab_size
         value = source.get("eos_token_id")
         if value is None:
             continue
-        ids = value if isinstance(value, list) else [value]
-        for token_id in ids:
+        ids: list[int] = []
+        for token_id in value if isinstance(value, list) else [value]:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise ModelError(
                     f"{name}: eos_token_id {value!r} is not a token id below {vocab_size}, or a list of them."
                 )
-        if generation.get("chat_format") == "chatml":
+            ids.append(token_id)
+        if ids and generation.get("chat_format") == "chatml":
             ids = [*ids, *(after for after in (ids[-1] + 1, ids[-1] + 2) if after < vocab_size)]
         return tuple(dict.fromkeys(ids))
     return ()

@@ -10,7 +10,8 @@ from prometheus_client import Counter, Histogram
 from gateway.generation import Generation
 from gateway.stream import Delta, GenerationRequest
 from protocol.messages import FinishReason
-from protocol.metrics import Instruments, Tally
+from protocol.metrics import Instruments
+from protocol.tally import Tally
 
 
 class Measures:
@@ -52,7 +53,7 @@ def _bind(instruments: Instruments, model: str) -> _ModelMeasures:
     success = instruments.counter("request_success_total")
     return _ModelMeasures(
         first_token=histogram("time_to_first_token_seconds"),
-        gaps=Tally(histogram("inter_token_latency_seconds")),
+        gaps=instruments.tallied("inter_token_latency_seconds").labels(model),
         per_token=histogram("request_time_per_output_token_seconds"),
         whole=histogram("e2e_request_latency_seconds"),
         prompt_tokens=histogram("request_prompt_tokens"),

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from protocol import metrics
-from protocol.metrics import PREFIX, TABLE, Metric, Owner, Tally, Type
+from protocol.metrics import PREFIX, TABLE, Metric, Owner, Type
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,11 +32,12 @@ def test_a_program_has_the_rows_it_owns_and_no_other(owner: Owner) -> None:
         Type.HISTOGRAM: instruments.histogram,
     }
     for row in TABLE:
+        getter = instruments.tallied if row.is_tallied else getters[row.type]
         if row.owner is owner:
-            getters[row.type](row.name)
+            getter(row.name)
         else:
             with pytest.raises(KeyError):
-                getters[row.type](row.name)
+                getter(row.name)
 
 
 def test_names_are_the_tables_on_the_page() -> None:
@@ -54,30 +55,6 @@ def test_names_are_the_tables_on_the_page() -> None:
     assert shown[f"{PREFIX}iteration_tokens_total_bucket", (("le", "8.0"), model)] == 1
     assert not [name for name, _ in shown if name.endswith("_created")]
     assert ("process_resident_memory_bytes", ()) in shown
-
-
-def test_a_tally_is_its_observations() -> None:
-    amounts = (0.0, 0.001, 0.002, 0.0021, 0.03, 0.03, 9.0, 10.0, 11.0, 400.0)
-    registries = [CollectorRegistry(), CollectorRegistry()]
-    one_by_one, in_bulk = (
-        metrics.build(Owner.GATEWAY, registry).histogram("inter_token_latency_seconds").labels(model_name="m")
-        for registry in registries
-    )
-    tally = Tally(in_bulk)
-    for number, amount in enumerate(amounts):
-        one_by_one.observe(amount)
-        tally.observe(amount, now=100 + number / 8)
-    name = f"{PREFIX}inter_token_latency_seconds"
-
-    def shown(registry: CollectorRegistry) -> dict[str, float]:
-        found = samples(metrics.exposition(registry)).items()
-        return {f"{key} {labels}": value for (key, labels), value in found if key.startswith(name)}
-
-    # The first goes at once, the next when a second is over, the last waits.
-    assert samples(metrics.exposition(registries[1]))[f"{name}_count", (("model_name", "m"),)] == 9
-    tally.flush()
-    tally.flush()
-    assert shown(registries[1]) == pytest.approx(shown(registries[0]))
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
@@ -99,6 +76,10 @@ instruments = metrics.build(metrics.Owner.GATEWAY, CollectorRegistry())
 instruments.counter("request_errors_total").labels(status="429").inc(2)
 instruments.gauge("engines_serving").set(3)
 instruments.histogram("request_prompt_tokens").labels(model_name="m").observe(10)
+gaps = instruments.tallied("inter_token_latency_seconds").labels("m")
+for gap in (0.004, 0.004, 3.0):
+    gaps.observe(gap, 1.0)
+gaps.flush()
 print("done", flush=True)
 time.sleep(60)
 """
@@ -119,6 +100,12 @@ time.sleep(60)
     assert shown[f"{PREFIX}request_errors_total", (("status", "429"),)] == 4
     assert shown[f"{PREFIX}engines_serving", ()] == 3
     assert shown[f"{PREFIX}request_prompt_tokens_sum", (("model_name", "m"),)] == 20
+    gaps = f"{PREFIX}inter_token_latency_seconds"
+    model = ("model_name", "m")
+    assert shown[f"{gaps}_count", (model,)] == 6
+    assert shown[f"{gaps}_sum", (model,)] == pytest.approx(6.016)
+    at_most = {bound: shown[f"{gaps}_bucket", (("le", bound), model)] for bound in ("0.002", "0.005", "2.5", "10.0")}
+    assert at_most == {"0.002": 0, "0.005": 4, "2.5": 4, "10.0": 6}
 
 
 def test_the_markdown_table_has_every_row() -> None:

@@ -324,3 +324,23 @@ def test_float16_on_a_cpu_is_the_weights_alone(
     flags = [*SHORT, f"--cache-dir={kernel_cache}"]
     assert all(tensor.dtype is torch.float16 for tensor in plain.stored.values())
     assert served([str(folder), *flags])[0] == served([str(machine / "models/llama-7b-hf"), *flags])[0]
+
+
+# --- all of it -----------------------------------------------------------------------------------
+
+
+def test_everything_that_is_wrong_is_said_at_once(machine: Path, tmp_path: Path) -> None:
+    """By the look that every start takes first."""
+    folder = tmp_path / "llama-3-8b-awq"
+    folder.mkdir()
+    for file in (machine / "llama-3-8b-awq").iterdir():
+        if file.name not in ("quant_config.json", "tokenizer.json"):
+            (folder / file.name).symlink_to(file)
+    with pytest.raises(ModelError) as caught:
+        served([str(folder), *SHORT, "--quantization=awq", "--tensor-parallel-size=2", "--max-model-len=99999"])
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{folder} has 4 problems:"
+    assert lines[1].startswith(f"  1. --quantization awq: nothing in {folder} says that its weights are quantized. ")
+    assert lines[2] == "  2. --max-model-len 99999 is more than the model's context, 32768. Set it to at most 32768."
+    assert lines[3].startswith(f"  3. {folder} has no tokenizer.json, nor what one is made of")
+    assert lines[4].startswith("  4. --tensor-parallel-size 2: an engine runs a model on one device so far.")

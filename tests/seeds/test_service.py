@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.engine.tiny_models import character
-from tests.processes import Process, Server, free_port
+from tests.processes import Server, free_port
 from tests.seeds.commands import COMMANDS, options, without_parallel
 from tests.seeds.models import Weights, write_folder
 from tests.seeds.serving import PROMPT, SHORT, served
@@ -31,7 +31,6 @@ def test_an_awq_model_is_served_to_openais_client(
     awq_weights: Weights,
     kernel_cache: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     start_serve: Callable[..., Server],
 ) -> None:
     engine_port = free_port()
@@ -71,22 +70,3 @@ def test_an_awq_model_is_served_to_openais_client(
     assert metric(engine_port, "prefix_cache_queries_total") == 2 * len(prompt) + len("oneother") + len(PROMPT)
     assert metric(engine_port, "kv_cache_usage_perc") == 0
     assert server.terminate() == 0
-
-
-def test_serve_takes_the_look_first(machine: Path, tmp_path: Path) -> None:
-    """All problems at once, before anything is loaded, and no second try."""
-    folder = tmp_path / "llama-3-8b-awq"
-    folder.mkdir()
-    for file in (machine / "llama-3-8b-awq").iterdir():
-        if file.name not in ("quant_config.json", "tokenizer.json"):
-            (folder / file.name).symlink_to(file)
-    words = [*options(COMMAND)[2:], "--device=cpu", f"--port={free_port()}"]
-    server = Process(["serve", f"--model={folder}", *words], tmp_path / "log")
-    try:
-        assert server.wait(60) == 1
-        told = server.output().partition("sluicegate serve: the engine does not start: ")[2]
-        assert told.startswith(f"{folder} has 3 problems:\n  1. --quantization awq: nothing in {folder} says that its ")
-        assert f"\n  2. {folder} has no tokenizer.json, nor what one is made of" in told
-        assert "\n  3. --tensor-parallel-size 2: an engine runs a model on one device so far." in told
-    finally:
-        server.close()

@@ -66,7 +66,8 @@ class Attention:
     def __call__(self, qkv: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
         """qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] → [num_tokens, num_heads * head_dim]."""
         if self._growth is not None:
-            # Before the rotation, which keeps lengths. Padding on a GPU has positions below 0.
+            # Before the rotation, which keeps lengths. Padding on a GPU has positions below 0. Such layers cannot be
+            # recorded (`kernels.program`) and run operator by operator.
             factors = self._growth.index_select(0, batch.attention.positions.clamp(min=0))
             qkv[:, : self._num_heads * cache.keys.shape[2]].mul_(factors.unsqueeze(1))
         out = kernels.rotate_and_attend(

@@ -20,7 +20,7 @@ from loadtest.bench import raise_file_limit
 from loadtest.delivery import Step, delays, read_steps
 from loadtest.machine import Code, Hardware, read_code, read_hardware, read_versions
 from loadtest.process import take_snapshot, use_between
-from loadtest.reading import Reads, parse, post
+from loadtest.reading import Reads, StreamClient, parse
 from loadtest.servers import Pair, TrialError
 from loadtest.sse import DONE, EventParser
 from loadtest.stats import Distribution, distribution, histogram
@@ -159,15 +159,18 @@ class _Bench:
             )
         )
 
+        self._client = StreamClient("127.0.0.1", self._pair.http_port)
+
     async def __aenter__(self) -> Self:
         await self._pair.__aenter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        self._client.close()
         await self._pair.__aexit__(*error)
 
     async def _ask(self, num_tokens: int, delays_s: Sequence[float]) -> list[Reads]:
-        return await asyncio.to_thread(post, "127.0.0.1", self._pair.http_port, _PATH, _body(num_tokens), delays_s)
+        return await asyncio.to_thread(self._client.post, _PATH, _body(num_tokens), delays_s)
 
     async def cost(self, streams: int, num_tokens: int) -> Cost:
         """What `streams` cost. Without a pace they begin at once, and no token can be matched with its step."""

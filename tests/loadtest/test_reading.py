@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import pytest
 
 from loadtest import reading
-from loadtest.reading import parse, post
+from loadtest.reading import StreamClient, parse
 from loadtest.servers import TrialError
 
-HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 PAUSE_S = 0.03
 
 
@@ -49,7 +49,9 @@ def test_pieces_have_the_times_of_their_reads() -> None:
 
     with serving(answer, count=2) as port:
         began = time.perf_counter()
-        responses = list(map(parse, post("127.0.0.1", port, "/path", b"{}", [0.0, PAUSE_S])))
+        client = StreamClient("127.0.0.1", port)
+        responses = list(map(parse, client.post("/path", b"{}", [0.0, PAUSE_S])))
+        client.close()
     assert [response.status for response in responses] == [200, 200]
     for response, (arrived, request) in zip(responses, sorted(requests), strict=True):
         assert request.startswith(b"POST /path HTTP/1.1\r\n")
@@ -60,13 +62,29 @@ def test_pieces_have_the_times_of_their_reads() -> None:
     assert sorted(requests)[1][0] - began >= PAUSE_S
 
 
+def test_a_connection_is_used_again() -> None:
+    def answer(connection: socket.socket, _: bytes) -> None:
+        for text in (b"a", b"b"):
+            connection.sendall(b"HTTP/1.1 503 Busy\r\ncontent-length: 1\r\n\r\n" + text)
+            connection.recv(4096)
+
+    with serving(answer) as port:
+        client = StreamClient("127.0.0.1", port)
+        responses = [parse(client.post("/", b"{}", [0.0])[0]) for _ in range(2)]
+        client.close()
+    assert [(response.status, [piece for _, piece in response.pieces]) for response in responses] == [
+        (503, [b"a"]),
+        (503, [b"b"]),
+    ]
+
+
 @pytest.mark.parametrize(
     ("said", "reason"),
     [(HEAD + b"3\r\none\r\n", f"closed after {len(HEAD) + 8} bytes"), (b"SMTP?\r\n\r\n", "not HTTP/1.1")],
 )
 def test_what_is_no_whole_response_is_said(said: bytes, reason: str) -> None:
     with serving(lambda connection, _: connection.sendall(said)) as port, pytest.raises(TrialError, match=reason):
-        list(map(parse, post("127.0.0.1", port, "/", b"{}", [0.0])))
+        StreamClient("127.0.0.1", port).post("/", b"{}", [0.0])
 
 
 def test_a_stream_that_stands_still_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,5 +92,5 @@ def test_a_stream_that_stands_still_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     over = threading.Event()
     with serving(lambda _connection, _: over.wait(10) and None) as port:
         with pytest.raises(TrialError, match="1 streams have said nothing"):
-            post("127.0.0.1", port, "/", b"{}", [0.0])
+            StreamClient("127.0.0.1", port).post("/", b"{}", [0.0])
         over.set()

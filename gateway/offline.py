@@ -120,8 +120,7 @@ class LLM:
         log_level: str = "warning",
         use_tqdm_on_load: bool = True,
     ) -> None:
-        """Returns once the model is loaded. Raises ValueError for an option that cannot be had, EngineError
-        when the engine does not start."""
+        """Returns once the model is loaded; ValueError for what cannot be had, EngineError for an engine that fails."""
         _refuse("tokenizer", tokenizer, (None, model))
         _refuse("trust_remote_code", trust_remote_code, (False,))
         flags = _flags(
@@ -149,7 +148,7 @@ class LLM:
         )
         self._seed = seed
         self._numbers = count()
-        folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+        folder = Path(cache_dir or default_cache_dir())
         self._engine = OfflineEngine(flags, folder, ProgressBar(wanted=use_tqdm_on_load))
         # Also when it is forgotten, and when the interpreter ends.
         self._finalizer = weakref.finalize(self, self._engine.close)

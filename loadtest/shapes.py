@@ -14,11 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 BYTES_A_SHARD = 5 * 10**9
 
-#: Values of a bfloat16 block that all weights are cut from: random ones cost more time than writing them.
+#: Values that all weights are cut from: to draw as many as a model has costs more time than to write them.
 _BLOCK = 1 << 24
 _STD = 0.02
+_ONE = 0x3F80  # 1.0 in bfloat16
 
 _FIRST_CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ."
 
@@ -121,26 +124,39 @@ def write_folder(shape: Shape, folder: Path) -> None:
 
 
 def write_weights(shape: Shape, folder: Path) -> int:
-    """model-*.safetensors and their index, random; returns their bytes. Needs torch."""
-    import torch
-    from safetensors.torch import save_file
-
-    block = torch.empty(_BLOCK, dtype=torch.bfloat16).normal_(std=_STD, generator=torch.Generator().manual_seed(0))
+    """model-*.safetensors and their index, random; returns their bytes."""
+    normal = np.random.default_rng(0).standard_normal(_BLOCK, np.float32) * _STD
+    block = (normal.view(np.uint32) >> 16).astype("<u2")  # the upper half of a float32 is a bfloat16
     shards = list(_shards(shape))
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {}
-        for tensor, size in shard:
-            count = _count(size)
-            values = block.repeat(-(-count // _BLOCK))[:count] if len(size) > 1 else torch.ones_like(block[:count])
-            tensors[tensor] = values.view(size).clone()
-            places[tensor] = name
-        save_file(tensors, folder / name, {"format": "pt"})
+        _write_shard(folder / name, shard, block)
+        places |= {tensor: name for tensor, _ in shard}
     total = sum(2 * _count(size) for _, size in shape.tensors())
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return total
+
+
+def _write_shard(path: Path, shard: list[tuple[str, tuple[int, ...]]], block: np.ndarray) -> None:
+    """The format's own layout: length of the header, header, values. Matrices are cut from `block`, norms are ones."""
+    header: dict[str, object] = {}
+    end = 0
+    for name, size in shard:
+        begin, end = end, end + 2 * _count(size)
+        header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, size in shard:
+            left = _count(size)
+            if len(size) == 1:
+                file.write(np.full(left, _ONE, "<u2").tobytes())
+                continue
+            while left:
+                left -= (written := min(left, len(block)))
+                file.write(memoryview(block[:written]))
 
 
 def _shards(shape: Shape) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
@@ -199,7 +215,7 @@ def _byte_characters() -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m loadtest.shapes SHAPE FOLDER`: with weights. A process of its own, since torch takes memory."""
+    """`python -m loadtest.shapes SHAPE FOLDER`: with weights."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.shapes", description="Write a model of random weights.")
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)

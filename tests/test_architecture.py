@@ -21,7 +21,7 @@ DEVICE_FOLDERS = ("device", "layers", "models", "quant", "loading")
 MAY_IMPORT = {
     "protocol": {"protocol"},
     "kernels": {"kernels"},
-    "loadtest": {"loadtest"},
+    "loadtest": {"loadtest", "sluicegate"},
     "gateway": {"gateway", "protocol"},
     "engine": {"engine", "protocol", "kernels"},
     "sluicegate": {"gateway", "protocol"},  # the former for type checkers alone

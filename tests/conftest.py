@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import itertools
 import json
@@ -135,12 +136,24 @@ def qwen_model() -> Path:
     return folder
 
 
+def _made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that `make` has filled: one for all workers of a run, where pytest-xdist has several."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = base / name
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            partial = Path(tempfile.mkdtemp(dir=base))
+            make(partial)
+            partial.rename(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one model folder for each of `tiny_models.VARIANTS`, `llama_sharded`, and golden.json."""
-    folder = tmp_path_factory.mktemp("tiny_models")
-    make_tiny_models(folder)
-    return folder
+    return _made_once(tmp_path_factory, "tiny_models", make_tiny_models)
 
 
 @pytest.fixture(scope="session")
@@ -153,9 +166,7 @@ def golden(tiny_models: Path) -> dict[str, dict[str, list[list[float]]]]:
 @pytest.fixture(scope="session")
 def family_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one model folder for each of `family_models.VARIANTS`, and golden.json."""
-    folder = tmp_path_factory.mktemp("family_models")
-    make_family_models(folder)
-    return folder
+    return _made_once(tmp_path_factory, "family_models", make_family_models)
 
 
 @pytest.fixture(scope="session")

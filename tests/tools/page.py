@@ -40,11 +40,11 @@ class Page:
         found = [command for command in self.commands if f"quantize_{tool}.py" in command]
         return {_after_script(command)[1]: command for command in found}
 
-    def serving(self, target: str) -> list[str]:
-        """The flags that a folder is served with; none where the page does not say."""
-        for command in self.commands:
-            words = shlex.split(command, comments=True)
-            if words[:3] == ["sluicegate", "serve", f"./{target}"]:
+    def flags(self, command: str, target: str) -> list[str]:
+        """What `sluicegate COMMAND ./TARGET` is given beside the folder; nothing where the page does not show it."""
+        for line in self.commands:
+            words = shlex.split(line, comments=True)
+            if words[:3] == ["sluicegate", command, f"./{target}"]:
                 return words[3:]
         return []
 

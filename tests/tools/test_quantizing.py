@@ -48,6 +48,7 @@ MADE = [
     Made("llmcompressor", "smollm2-fp8-block", "compressed-tensors", "8 bit, blocks of 128×128"),
     Made("llmcompressor", "smollm2-gptq-w4a16", "compressed-tensors", "4 bit, groups of 64"),
     Made("llmcompressor", "smollm2-awq-w4a16", "compressed-tensors", "4 bit, groups of 64"),
+    Made("llmcompressor", "smollm2-w8a8-kv", "compressed-tensors", "8 bit, a scale a row"),
     Made("gptqmodel", "smollm2-gptq", "GPTQ", "4 bit, groups of 64, act-order"),
     Made("gptqmodel", "smollm2-gptq-8", "GPTQ", "8 bit, a scale a row"),
     Made("autoawq", "smollm2-awq", "AWQ", "4 bit, groups of 64"),
@@ -56,16 +57,16 @@ MADE = [
 
 
 @pytest.mark.tools
-@pytest.mark.timeout(6000)
+@pytest.mark.timeout(9000)
 @pytest.mark.parametrize("made", MADE, ids=str)
 def test_is_served(
     made: Made, quantize: Callable[[str, str], Path], start_serve: Callable[..., Server], page: Page, tmp_path: Path
 ) -> None:
     folder = quantize(made.tool, made.target)
-    check = Process(["check", str(folder)], tmp_path / "check.log")
+    check = Process(["check", str(folder), *page.flags("check", made.target)], tmp_path / "check.log")
     assert check.wait(START_TIMEOUT_S) == 0, check.output()
     assert made.described in " ".join(check.output().split())
-    server = start_serve(f"./{made.target}", *page.serving(made.target))
+    server = start_serve(f"./{made.target}", *page.flags("serve", made.target))
     server.wait_until_ready(START_TIMEOUT_S)
     assert f"Loading {made.format} model" in server.output()
     assert f"Using {made.format} kernel: " in server.output()

@@ -36,6 +36,8 @@ class Settings:
     max_model_len: int
     max_num_batched_tokens: int = 16384
     dtype: str = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
     threads: int | None = None

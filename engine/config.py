@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ByteSize, Field, model_validator
 
@@ -17,6 +17,28 @@ BLOCK_UNIT, LARGEST_BLOCK = 16, 256
 
 #: vLLM's other names of dtypes.
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+
+
+#: Requests at a time and tokens of a step, by device: a step of 256 tokens takes a CPU half a second for a small model,
+#: and a GPU does nothing else while it reads the weights for fewer than some hundred.
+_STEP_SIZES = {"cpu": (64, 256), "cuda": (256, 16384)}
+
+#: Where the driver of a GPU is loaded; torch, which knows better, takes seconds to import.
+_DRIVER = Path("/dev/nvidiactl")
+
+
+def _step_sizes(device: str) -> tuple[int, int]:
+    if device == "auto":
+        device = "cuda" if _DRIVER.exists() else "cpu"
+    return _STEP_SIZES[device]
+
+
+def _default_max_num_seqs(given: dict[str, Any]) -> int:
+    return _step_sizes(given.get("device", "auto"))[0]
+
+
+def _default_max_num_batched_tokens(given: dict[str, Any]) -> int:
+    return _step_sizes(given.get("device", "auto"))[1]
 
 
 def _dtype(asked: object) -> object:
@@ -75,10 +97,14 @@ class EngineConfig(Settings):
     max_model_len: int | None = Field(
         None, ge=1, description="Longest sequence, prompt and answer, in tokens; the model's own context if not given."
     )
-    max_num_batched_tokens: int = Field(
-        256, ge=1, description="Tokens computed in one step; longer prompts are taken in chunks."
+    max_num_batched_tokens: Annotated[int, Shown("256, on a GPU 16384")] = Field(
+        default_factory=_default_max_num_batched_tokens,
+        ge=1,
+        description="Tokens computed in one step; longer prompts are taken in chunks.",
     )
-    max_num_seqs: int = Field(64, ge=1, le=4096, description="Requests that run at the same time.")
+    max_num_seqs: Annotated[int, Shown("64, on a GPU 256")] = Field(
+        default_factory=_default_max_num_seqs, ge=1, le=4096, description="Requests that run at the same time."
+    )
     block_size: int = Field(
         BLOCK_UNIT, ge=BLOCK_UNIT, le=LARGEST_BLOCK, multiple_of=BLOCK_UNIT, description="Tokens in a block of KV."
     )

@@ -143,12 +143,12 @@ class Settings(BaseModel):
 
         Secrets are left out, since a command line is public; see `secrets`.
         """
-        argv = []
+        argv, values = [], dict(self)
         for option in options_of(program):
             value = getattr(self, option.name, None)
             if option.name == "config" or option.secret or value is None:
                 continue
-            if value != program.model_fields[option.name].get_default(call_default_factory=True):
+            if value != program.model_fields[option.name].get_default(call_default_factory=True, validated_data=values):
                 argv += option.flags_for(value)
         return argv
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, model_validator
 
 from engine.config import BLOCK_UNIT, EngineConfig
 from engine.plan import LoadError
@@ -45,6 +45,12 @@ class CheckConfig(EngineConfig):
         None, description="Memory of each GPU, such as 24GiB, to plan for one that is not in this machine."
     )
     as_json: Annotated[bool, Spelled("--json")] = Field(False, description="Print the report as JSON.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _for_a_gpu(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Memory of a GPU names the device, which other settings depend on."""
+        return {"device": "cuda", **given} if given.get("gpu_memory_bytes") is not None else given
 
 
 def main(argv: Sequence[str]) -> int:

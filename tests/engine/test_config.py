@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from engine.config import EngineConfig
@@ -35,3 +37,26 @@ def test_names_that_are_not_known(flag: str, known: str) -> None:
 
 def test_what_loading_does_by_itself() -> None:
     assert (config().load_format, config().dtype, config().quantization) == ("auto", "auto", None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_driver", "sizes"),
+    [
+        ((), False, (64, 256)),
+        ((), True, (256, 16384)),
+        (("--device=cpu",), True, (64, 256)),
+        (("--device=cuda",), False, (256, 16384)),
+        (("--device=cuda", "--max-num-seqs=8"), False, (8, 16384)),
+    ],
+)
+def test_sizes_of_a_step_are_the_devices(
+    flags: tuple[str, ...], has_driver: bool, sizes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = tmp_path / "driver"
+    if has_driver:
+        driver.touch()
+    monkeypatch.setattr("engine.config._DRIVER", driver)
+    found = config(*flags)
+    assert (found.max_num_seqs, found.max_num_batched_tokens) == sizes
+    again = EngineConfig.load(found.to_argv(EngineConfig), {}, prog="engine")
+    assert again == found

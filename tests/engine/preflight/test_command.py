@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.preflight.command import main
+from engine.preflight.command import CheckConfig, main
 from tests.engine.preflight.folders import write_model
 
 
@@ -33,6 +33,11 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report["model"] == str(folder)
     assert report["problems"][0]["about"] == "files"
     assert report["memory"]["context_length"] == 1024
+
+
+def test_memory_of_a_gpu_names_the_device() -> None:
+    planned = CheckConfig.load(["m", "--gpu-memory-bytes=24GiB"], {}, prog="check")
+    assert (planned.device, planned.max_num_seqs, planned.max_num_batched_tokens) == ("cuda", 256, 16384)
 
 
 def test_a_model_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

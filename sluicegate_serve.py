@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 _READY_POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0
 _PROMPT = "Why is the sky blue?"
+_MAX_TOKENS = 200  # a small model may go on for minutes
 
 #: Status of a process that SIGINT ended, as shells have it.
 _INTERRUPTED = 130
@@ -172,7 +173,8 @@ def get(config: ServeConfig, path: str) -> tuple[int, bytes]:
 
 def greeting(config: ServeConfig, model: str) -> str:
     """The URL, and a line to paste that streams an answer."""
-    body = {"model": model, "stream": True, "messages": [{"role": "user", "content": _PROMPT}]}
+    messages = [{"role": "user", "content": _PROMPT}]
+    body = {"model": model, "stream": True, "max_tokens": _MAX_TOKENS, "messages": messages}
     words = ["curl", "-N", f"{url(config)}/v1/chat/completions", "-H", "Content-Type: application/json"]
     line = shlex.join([*words, "-d", json.dumps(body)])
     if config.api_key is not None:

@@ -26,6 +26,7 @@ MANIFEST = ".manifest.json"
 _REVISIONS = ".versions.json"
 _LOCK = ".lock"
 _PARTIAL = ".partial"
+_NEW = ".new"
 
 _POLL_S = 0.1
 _READ_BYTES = 2**20
@@ -108,8 +109,10 @@ class CachedModel:
         return staging
 
     def publish(self, staging: Path, version: str) -> Path:
-        """Give a version that is whole its name."""
+        """Give a version that is whole its name; what a writer that was killed left beside its files goes."""
         target = self.folder / version
+        for left in staging.glob(f"*{_NEW}"):
+            left.unlink()
         _sync(staging)
         staging.rename(target)
         _sync(self.folder)
@@ -174,7 +177,7 @@ def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 
 def _replace(path: Path, text: str) -> None:
     """Write a file so that readers see the old content or the new one."""
-    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    new = path.with_name(f"{path.name}.{os.getpid()}{_NEW}")
     with new.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()

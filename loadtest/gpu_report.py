@@ -143,7 +143,8 @@ def draw(report: Report, path: Path) -> Path:
             for name, *place in points:
                 axes.annotate(name, place, textcoords="offset points", xytext=(4, -8), fontsize=7)
     axes.set(xscale="log", yscale="log", xlabel="operations a byte of weights and KV", ylabel="TFLOP/s")
-    axes.legend()
+    if axes.collections:
+        axes.legend()
     figure.savefig(path, dpi=120)
     return path
 

@@ -71,7 +71,7 @@ def test_floors() -> None:
     assert gpu_report.floor("startup_s.warm") is None
 
 
-def test_a_table_says_what_is_missed(report: Report) -> None:
+def test_a_table_says_what_is_missed(report: Report, tmp_path: Path) -> None:
     report.add(("llama8b", "decode_ms", "1"), [4.3, 4.9, 4.39])
     report.add(("llama8b", "prefill_tok_s", "1x8192"), [35_000.0])
     report.add(("http", "tok_s", "256"), [14_000.0])
@@ -79,6 +79,7 @@ def test_a_table_says_what_is_missed(report: Report) -> None:
     assert rows[2] == "| llama8b.decode_ms.1 | 4.81 | 4.4 | 4 | 3.57 | 4.39 | 0.91 | 1.23 |"
     assert "| 35,000, missed | 0.91 |" in rows[3]
     assert rows[4] == "| http.tok_s.256 | 9,108 | 13,500 | 16,000 | – | 14,000 | 1.54 | – |"
+    assert gpu_report.draw(report, tmp_path / "roofline.png").stat().st_size > 10_000
     assert report.results["llama8b"] == {"decode_ms": {"1": 4.39}, "prefill_tok_s": {"1x8192": 35_000.0}}
 
 

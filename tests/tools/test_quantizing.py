@@ -51,7 +51,7 @@ MADE = [
     Made("llmcompressor", "smollm2-w8a8-kv", "compressed-tensors", "8 bit, a scale a row"),
     Made("gptqmodel", "smollm2-gptq", "GPTQ", "4 bit, groups of 64, act-order"),
     Made("gptqmodel", "smollm2-gptq-8", "GPTQ", "8 bit, a scale a row"),
-    Made("autoawq", "smollm2-awq", "AWQ", "4 bit, groups of 64"),
+    Made("autoawq", "smollm2-awq", "AWQ", "4 bit, groups of 32"),
     Made("autoawq", "llama-3-8b-awq", "AWQ", "4 bit, groups of 128", ""),
 ]
 

@@ -7,7 +7,6 @@ meant them to be rounded to 8 bits as well (W8A8) is not followed, which costs s
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +14,12 @@ from torch import Tensor
 
 from engine.loading.quantization import Quantization
 from engine.loading.weights import Weights
-from engine.quant import ExpertParts, LinearPart
+from engine.quant import LinearPart
 from engine.quant.dequantized import Dequantized, blocks_of, in_blocks, num_blocks, scaled
 from engine.quant.fp8 import SCALES
 from engine.quant.fp8 import STORED as STORED_FP8
 from engine.quant.packing import num_words, unpacked, words_of
-from engine.quant.unquantized import UnquantizedExperts, UnquantizedWeight, plain, plain_experts
+from engine.quant.unquantized import PlainAtLoad
 from engine.quant.variants import check_transforms, module_pattern
 
 #: Begins a target that is a pattern.
@@ -135,7 +134,7 @@ class ByteLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class Groups(PlainAtLoad):
     """The LinearMethod of a config with several groups: (target, method), the first that fits a module is its own.
 
     A target is a module's name, a pattern after "re:", or the class "Linear", which is every module.
@@ -146,15 +145,6 @@ class Groups:
     @property
     def name(self) -> str:
         return "compressed-tensors " + ", ".join(f"{target}: {method.name}" for target, method in self.groups)
-
-    def load(self, reader: Weights, parts: Sequence[LinearPart]) -> UnquantizedWeight:
-        return plain([self.weight(reader, part) for part in parts])
-
-    def load_logits(self, reader: Weights, part: LinearPart) -> UnquantizedWeight:
-        return self.load(reader, (part,))
-
-    def load_experts(self, reader: Weights, experts: Sequence[ExpertParts]) -> UnquantizedExperts:
-        return plain_experts(self.weight, reader, experts)
 
     def weight(self, reader: Weights, part: LinearPart) -> Tensor:
         """One part in the dtype in force: [rows, columns]."""

@@ -7,7 +7,6 @@ weights would give. It takes their memory, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.loading.weights import Weights
-from engine.quant import ExpertParts, LinearPart
-from engine.quant.unquantized import UnquantizedExperts, UnquantizedWeight, plain, plain_experts
+from engine.quant import LinearPart
+from engine.quant.unquantized import PlainAtLoad
 
 
 class Layout(Protocol):
@@ -38,7 +37,7 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Dequantized:
+class Dequantized(PlainAtLoad):
     """The LinearMethod of a layout. A module without the layout's mark is plain, whatever lists of modules the
     config has: the tensors are what was written.
     """
@@ -48,15 +47,6 @@ class Dequantized:
     @property
     def name(self) -> str:
         return f"{self.layout.name}, dequantized"
-
-    def load(self, reader: Weights, parts: Sequence[LinearPart]) -> UnquantizedWeight:
-        return plain([self.weight(reader, part) for part in parts])
-
-    def load_logits(self, reader: Weights, part: LinearPart) -> UnquantizedWeight:
-        return self.load(reader, (part,))
-
-    def load_experts(self, reader: Weights, experts: Sequence[ExpertParts]) -> UnquantizedExperts:
-        return plain_experts(self.weight, reader, experts)
 
     def weight(self, reader: Weights, part: LinearPart) -> Tensor:
         """One part in the dtype in force: [rows, columns]."""

@@ -5,7 +5,6 @@ Activations stay in the model's dtype: a checkpoint's activation scales are not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +12,9 @@ from torch import Tensor
 
 from engine.loading.quantization import Quantization
 from engine.loading.weights import Weights
-from engine.quant import ExpertParts, LinearMethod, LinearPart
+from engine.quant import LinearMethod, LinearPart
 from engine.quant.dequantized import Dequantized, blocks_of, in_blocks, num_blocks, scaled
-from engine.quant.unquantized import Unquantized, UnquantizedExperts, UnquantizedWeight, plain, plain_experts
+from engine.quant.unquantized import PlainAtLoad, Unquantized, UnquantizedWeight
 
 FP8 = torch.float8_e4m3fn
 STORED = ("F8_E4M3",)
@@ -59,22 +58,16 @@ class TensorLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Online:
+class Online(PlainAtLoad):
     """Plain weights rounded to FP8 as they are loaded, with a scale for each row."""
 
     @property
     def name(self) -> str:
         return "fp8 by row, made at load, dequantized"
 
-    def load(self, reader: Weights, parts: Sequence[LinearPart]) -> UnquantizedWeight:
-        return plain([self.weight(reader, part) for part in parts])
-
     def load_logits(self, reader: Weights, part: LinearPart) -> UnquantizedWeight:
         """Left plain, as vLLM does: errors of logits weigh most, and what makes them is a small part of a model."""
         return Unquantized().load_logits(reader, part)
-
-    def load_experts(self, reader: Weights, experts: Sequence[ExpertParts]) -> UnquantizedExperts:
-        return plain_experts(self.weight, reader, experts)
 
     def weight(self, reader: Weights, part: LinearPart) -> Tensor:
         """One part in the dtype in force: [rows, columns]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -56,8 +57,14 @@ def plain_experts(
     return UnquantizedExperts(packed)
 
 
-class Unquantized:
-    name = "unquantized"
+class PlainAtLoad(ABC):
+    """A `LinearMethod` whose weights are plain once they are loaded: a format says what `weight` of a part is."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def weight(self, reader: Weights, part: LinearPart) -> Tensor:
+        """One part in the dtype in force: [rows, columns]."""
 
     def load(self, reader: Weights, parts: Sequence[LinearPart]) -> UnquantizedWeight:
         return plain([self.weight(reader, part) for part in parts])
@@ -67,6 +74,10 @@ class Unquantized:
 
     def load_experts(self, reader: Weights, experts: Sequence[ExpertParts]) -> UnquantizedExperts:
         return plain_experts(self.weight, reader, experts)
+
+
+class Unquantized(PlainAtLoad):
+    name = "unquantized"
 
     def weight(self, reader: Weights, part: LinearPart) -> Tensor:
         """One part in the dtype in force: [rows, columns]."""

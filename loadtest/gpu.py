@@ -12,17 +12,18 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 
 import orjson
 
 from loadtest.gpu_clients import Level
 from loadtest.machine import Hardware, read_code, read_hardware, read_versions
-from loadtest.servers import Pair, TrialError
+from loadtest.servers import Pair, ServerFailed, TrialError
 from loadtest.shapes import SHAPES, write_folder
 from loadtest.stats import percentile
 
@@ -76,7 +77,9 @@ _PLACES: dict[str, Callable[[str], tuple[str, ...]]] = {
 
 @dataclass(slots=True)
 class Report:
-    """`results` are medians by name, nested; `values` all measurements by dotted name."""
+    """`results` are medians by name, nested; `values` all measurements by dotted name; `failures` the error of each
+    part that did not come to its end.
+    """
 
     command: list[str]
     started: str  # ISO 8601, UTC
@@ -86,6 +89,7 @@ class Report:
     versions: Mapping[str, str]
     results: dict[str, object] = field(default_factory=dict)
     values: dict[str, list[float]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
     wall_s: float = 0.0
 
     def add(self, path: Sequence[str], values: Sequence[float]) -> None:
@@ -101,7 +105,7 @@ class Report:
 
 
 def measure(plan: Plan, command: list[str], tell: Callable[[str], None]) -> Report:
-    """Everything in `plan`. Raises TrialError for a child that fails, ServerFailed for a server that does not serve."""
+    """Everything in `plan`. A part that fails is in the report with what it measured before, and the others go on."""
     code = read_code()
     begun = time.monotonic()
     report = Report(
@@ -115,29 +119,53 @@ def measure(plan: Plan, command: list[str], tell: Callable[[str], None]) -> Repo
     with TemporaryDirectory(prefix="sg-gpu-") as folder:
         for shape, measures in plan.offline.items():
             tell(f"{shape}: {' '.join(measures)}")
-            _offline(plan, shape, measures, Path(folder), report)
+            with _failing_alone(shape, report, tell):
+                _offline(plan, shape, measures, Path(folder), report, tell)
         if plan.http:
-            asyncio.run(_serve(plan, Path(folder), report, tell))
+            with _failing_alone("http", report, tell):
+                asyncio.run(_serve(plan, Path(folder), report, tell))
     report.wall_s = round(time.monotonic() - begun, 1)
     return report
 
 
-def _offline(plan: Plan, shape: str, measures: Sequence[str], folder: Path, report: Report) -> None:
+@contextmanager
+def _failing_alone(part: str, report: Report, tell: Callable[[str], None]) -> Iterator[None]:
+    try:
+        yield
+    except (TrialError, ServerFailed) as error:
+        report.failures[part] = str(error)
+        tell(f"{part} failed: {error}")
+
+
+def _offline(
+    plan: Plan, shape: str, measures: Sequence[str], folder: Path, report: Report, tell: Callable[[str], None]
+) -> None:
     model = folder / shape
     write_folder(SHAPES[shape], model)
     flags = [f"--vocab={SHAPES[shape].vocab - 1}", f"--repeats={plan.repeats}", f"--device={plan.device}"]
-    for line in _child("gpu_offline", str(model), *measures, *flags).splitlines():
+    for line in _lines_of_child("gpu_offline", str(model), *measures, *flags):
         found = orjson.loads(line)
         kind, _, of = found["name"].partition(":")
         report.add((shape, *_PLACES[kind](of)), found["values"])
+        tell(f"  {found['name']}: {', '.join(f'{value:.5g}' for value in found['values'])}")
 
 
 def _child(module: str, *arguments: str) -> bytes:
     """What `python -m loadtest.MODULE` prints. Raises TrialError with the end of its errors."""
-    done = subprocess.run([sys.executable, "-m", f"loadtest.{module}", *arguments], capture_output=True, check=False)
-    if done.returncode:
-        raise TrialError(f"{module} {' '.join(arguments)}:\n{done.stderr.decode(errors='replace')[-2000:]}")
-    return done.stdout
+    return b"".join(_lines_of_child(module, *arguments))
+
+
+def _lines_of_child(module: str, *arguments: str) -> Iterator[bytes]:
+    """The same line by line, as it comes."""
+    with TemporaryFile() as errors:
+        command = [sys.executable, "-m", f"loadtest.{module}", *arguments]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as child:
+            assert child.stdout is not None
+            yield from child.stdout
+        if child.returncode:
+            errors.seek(0)
+            text = errors.read().decode(errors="replace")
+            raise TrialError(f"{module} {' '.join(arguments)}:\n{text[-2000:]}")
 
 
 async def _serve(plan: Plan, folder: Path, report: Report, tell: Callable[[str], None]) -> None:
@@ -158,6 +186,7 @@ async def _serve(plan: Plan, folder: Path, report: Report, tell: Callable[[str],
         async with Pair(engine_flags, (f"--workers={level.gateways}",), start_timeout_s=_START_TIMEOUT_S) as pair:
             warm.append(time.monotonic() - begun)
             await _http(pair, str(model), SHAPES[shape].vocab - 1, level, plan.repeats, report)
+        tell(f"  {report.values[f'http.tok_s.{level.clients}']} tokens/s")
     report.add(("startup_s", "warm"), warm)
 
 

@@ -77,12 +77,13 @@ def _prefill_floor_s(shape: Shape, prompts: int, length: int) -> float:
 
 
 def table(report: Report) -> str:
-    """A row for each target that was measured, then where."""
+    """A row for each target that was measured, what failed, and where."""
     lines = [
         "| | vLLM 0.26 | must | goal | floor | measured | of vLLM | of floor |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     lines += _rows(report)
+    lines += [f"\nFAILED {part}: {error.strip()}" for part, error in report.failures.items()]
     commit = (report.commit or "unknown")[:12] + (" with changes" if report.dirty else "")
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     gpus = ", ".join(report.hardware.gpus) or "no GPU"

@@ -134,7 +134,7 @@ def gateway(arguments: Sequence[str]) -> int:
 
 
 def gpu(arguments: Sequence[str]) -> int:
-    """0 once everything is measured; a missed target is a measurement."""
+    """0 once everything is measured, where a missed target is a measurement; 1 if a part failed."""
     parser = argparse.ArgumentParser(
         prog="python -m loadtest gpu",
         description="Measure decoding, prefill, throughput, HTTP and start-up of two models on this machine's GPU.",
@@ -152,7 +152,7 @@ def gpu(arguments: Sequence[str]) -> int:
         options.output.write_bytes(orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2) + b"\n")
         plot = gpu_report.draw(report, options.output.with_suffix(".png"))
         options.output.with_suffix(".md").write_text(f"{table}\n![{plot.stem}]({plot.name})\n")
-    return 0
+    return 1 if report.failures else 0
 
 
 def load(arguments: Sequence[str]) -> int:

@@ -1,5 +1,6 @@
 """The GPU measurement: its folders, its arithmetic, and one small run on a CPU from end to end."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from loadtest import gpu_report
+from loadtest import gpu, gpu_report
 from loadtest.gpu import HttpLevel, Plan, Report, measure
 from loadtest.machine import read_hardware
+from loadtest.servers import TrialError
 from loadtest.shapes import SHAPES, write_folder, write_weights
 
 MEASURES = ("decode:2", "prefill:2x64", "ttft:64", "hit:64")
@@ -80,7 +82,31 @@ def test_a_table_says_what_is_missed(report: Report, tmp_path: Path) -> None:
     assert "| 35,000, missed | 0.91 |" in rows[3]
     assert rows[4] == "| http.tok_s.256 | 9,108 | 13,500 | 16,000 | – | 14,000 | 1.54 | – |"
     assert gpu_report.draw(report, tmp_path / "roofline.png").stat().st_size > 10_000
+    report.failures["http"] = "the engine did not start\n"
+    assert "\nFAILED http: the engine did not start\n" in gpu_report.table(report)
     assert report.results["llama8b"] == {"decode_ms": {"1": 4.39}, "prefill_tok_s": {"1x8192": 35_000.0}}
+
+
+def test_a_part_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And keeps what it measured before."""
+
+    def lines(module: str, folder: str, *_: str) -> Iterator[bytes]:
+        yield b'{"name": "decode:2", "values": [1.5, 1.25, 9.0]}'
+        if folder.endswith("tiny"):
+            raise TrialError(f"{module}: the device is gone")
+
+    monkeypatch.setattr("loadtest.gpu._lines_of_child", lines)
+    told: list[str] = []
+    plan = Plan(offline={"tiny": ("decode:2",), "qwen06b": ("decode:2",)}, http=(), repeats=3, device="cpu")
+    report = measure(plan, ["python"], told.append)
+    assert report.failures == {"tiny": "gpu_offline: the device is gone"}
+    assert report.results == {"tiny": {"decode_ms": {"2": 1.5}}, "qwen06b": {"decode_ms": {"2": 1.5}}}
+    assert told[1:3] == ["  decode:2: 1.5, 1.25, 9", "tiny failed: gpu_offline: the device is gone"]
+
+
+def test_a_child_that_fails_says_why() -> None:
+    with pytest.raises(TrialError, match="invalid choice: 'huge'"):
+        gpu._child("shapes", "huge", "/nowhere")
 
 
 @pytest.mark.slow
@@ -94,5 +120,6 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert set(report.values) == names
     assert all(value > 0 for values in report.values.values() for value in values)
     assert len(report.values["tiny.decode_ms.2"]) == len(report.values["http.tok_s.2"]) == 2
-    assert len(told) == 4
+    assert len(told) == 4 + len(MEASURES) + 2  # each measure, load_s, and the level's rate
+    assert report.failures == {}
     assert gpu_report.draw(report, tmp_path / "roofline.png").stat().st_size > 10_000

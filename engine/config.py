@@ -102,6 +102,11 @@ class EngineConfig(Settings):
         ge=1,
         description="Tokens computed in one step; longer prompts are taken in chunks.",
     )
+    max_num_prefill_tokens: Annotated[int | None, Shown("on a GPU what it computes in 20 ms, else no limit")] = Field(
+        None,
+        ge=1,
+        description="Prompt tokens of a step in which other requests decode, so that no stream waits for long prompts.",
+    )
     max_num_seqs: Annotated[int, Shown("64, on a GPU 256")] = Field(
         default_factory=_default_max_num_seqs, ge=1, le=4096, description="Requests that run at the same time."
     )
@@ -179,6 +184,7 @@ class Resolved:
     info: ModelInfo
 
 
+    max_num_prefill_tokens: int  # of a step in which others decode
 def resolve(config: EngineConfig, info: ModelInfo) -> Resolved:
     """What was asked, with what the backend found."""
     return Resolved(
@@ -189,3 +195,4 @@ def resolve(config: EngineConfig, info: ModelInfo) -> Resolved:
         hang_timeout_ms=round(config.hang_timeout * 1000),
         info=info,
     )
+        max_num_prefill_tokens=config.max_num_prefill_tokens or info.prefill_tokens or config.max_num_batched_tokens,

@@ -101,6 +101,8 @@ class ModelInfo:
     KV block pool. `eos_ids` come from generation_config.json, then config.json. Without
     `prefix_caching` no request starts from another one's blocks, whatever the operator asked;
     without `prompt_logprobs` requests for them are refused, so that no plan has a `scoring`.
+    `prefill_tokens` is how many prompt tokens a step may have beside requests that decode, lest
+    their streams wait; None where the backend cannot say.
     """
 
     digest: str
@@ -114,6 +116,7 @@ class ModelInfo:
     bundle: bytes
     prefix_caching: bool = True
     prompt_logprobs: bool = True
+    prefill_tokens: int | None = None
 
 
 #: Called by `load` with (phase text, bytes done, bytes in all).

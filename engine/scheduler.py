@@ -1,7 +1,8 @@
 """Which request computes which positions in the next step, and what a step's result means for each.
 
 There are no phases: a request has known tokens and computed positions, and every step lets the
-second catch up with the first under a token budget, decodes before prefill chunks. Blocks for
+second catch up with the first under a token budget, decodes before prefill chunks, and few of
+the latter where there are decodes, whose streams would wait. Blocks for
 all known tokens are taken when a request gets its slot, so only decodes ever run short of them.
 Up to `Runner.max_in_flight` steps may be planned and not committed. Knows neither sockets nor
 tensors, nor what time it is.
@@ -54,6 +55,7 @@ class Scheduler:
         info = resolved.info
         self.counts = Counts()
         self._max_num_batched_tokens = resolved.max_num_batched_tokens
+        self._max_num_prefill_tokens = resolved.max_num_prefill_tokens
         self._prefix_caching = resolved.enable_prefix_caching
         self._block_size = info.block_size
         self._context_length = info.context_length
@@ -177,6 +179,8 @@ class Scheduler:
             if budget and decodes and self._grow(request):
                 chosen.append((request, self._entry(request, 1)))
                 budget -= 1
+        if chosen:
+            budget = min(budget, self._max_num_prefill_tokens)
         for request in self._running:
             if budget and (num_uncomputed := request.num_uncomputed) > 1:
                 count = min(num_uncomputed, budget)

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 import kernels
-from engine.device.gpu_memory import kv_memory_bytes
+from engine.device.gpu_memory import kv_memory_bytes, measure_worst_step
 from engine.device.gpu_runner import MAX_IN_FLIGHT, GpuRunner, GpuSettings
 from engine.device.kv import KVLayout, plan_kv
 from engine.device.runner import ModelRunner
@@ -148,7 +148,7 @@ class TorchRunner:
             kv_dtype=_KV_DTYPES[kv_dtype],
             context_length=context_length,
         )
-        runner, kv = build.on_cpu(progress) if device.type == "cpu" else build.on_gpu(progress)
+        runner, kv, prefill_tokens = build.on_cpu(progress) if device.type == "cpu" else build.on_gpu(progress)
         self._runner = runner
         if device.type != "cpu":
             self.max_in_flight = MAX_IN_FLIGHT
@@ -165,6 +165,7 @@ class TorchRunner:
             bundle=source.tokenizer,
         )
 
+            prefill_tokens=prefill_tokens,
     def launch(self, plan: StepPlan) -> None:
         self._loaded().launch(plan)
 
@@ -192,7 +193,7 @@ class _Build:
     kv_dtype: torch.dtype
     context_length: int
 
-    def on_cpu(self, progress: Progress) -> tuple[ModelRunner, KVLayout]:
+    def on_cpu(self, progress: Progress) -> tuple[ModelRunner, KVLayout, None]:
         """The pool is planned first, so that one too small is known before weights are read."""
         memory_bytes = self.config.kv_cache_memory_bytes
         if memory_bytes is None:
@@ -200,23 +201,30 @@ class _Build:
             memory_bytes = default_kv_memory_bytes(0 if checkpoint is None else checkpoint.num_bytes)
         kv = self._plan_kv(memory_bytes)
         model = self._model(progress)
-        return ModelRunner(model, kv, max_num_seqs=self.config.max_num_seqs, context_length=self.context_length), kv
+        runner = ModelRunner(model, kv, max_num_seqs=self.config.max_num_seqs, context_length=self.context_length)
+        return runner, kv, None  # whole steps are as short as a CPU's tokens allow
 
-    def on_gpu(self, progress: Progress) -> tuple[GpuRunner, KVLayout]:
-        """The pool gets what the weights and a step leave, which is measured."""
+    def on_gpu(self, progress: Progress) -> tuple[GpuRunner, KVLayout, int]:
+        """The pool gets what the weights and a step leave, which is measured; with `ModelInfo.prefill_tokens`."""
         config, spec = self.config, self.source.spec
         model = self._model(progress)
-        progress("measuring memory", 0, 0)
+        progress("measuring a step", 0, 0)
+        worst = measure_worst_step(
+            model,
+            spec,
+            device=self.device,
+            dtype=self.active,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_tokens=config.max_num_batched_tokens,
+        )
         memory_bytes = config.kv_cache_memory_bytes
         if memory_bytes is None:
             memory_bytes = kv_memory_bytes(
-                model,
+                worst,
                 spec,
                 device=self.device,
-                dtype=self.active,
-                block_size=config.block_size,
                 max_num_seqs=config.max_num_seqs,
-                max_num_tokens=config.max_num_batched_tokens,
                 utilization=config.gpu_memory_utilization,
             )
         kv = self._plan_kv(memory_bytes)
@@ -227,7 +235,7 @@ class _Build:
             context_length=self.context_length,
             device=self.device,
         )
-        return GpuRunner(model, spec, kv, settings), kv
+        return GpuRunner(model, spec, kv, settings), kv, worst.prefill_tokens
 
     def _plan_kv(self, memory_bytes: int) -> KVLayout:
         spec, names = self.source.spec, self.source.family.names

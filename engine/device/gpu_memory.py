@@ -1,8 +1,12 @@
-"""How much of a GPU's memory the KV pool gets: what a measured worst-case step leaves free."""
+"""A worst-case step of a model, measured: the KV pool gets the memory that it leaves free, and its speed says how
+many prompt tokens a step may have beside requests that decode.
+"""
 
 from __future__ import annotations
 
 import gc
+import time
+from dataclasses import dataclass
 
 import torch
 
@@ -17,21 +21,40 @@ from engine.models.spec import ModelSpec
 _RESERVE = 2**30
 
 
+#: Streams wait at most this long, and a decode step, for others' prompts.
+_PREFILL_S = 0.020
+
+#: Tokens by which that is rounded down: tiles of a product.
+_TOKENS_UNIT = 128
+
+
+@dataclass(frozen=True, slots=True)
+class WorstStep:
+    """A step of `num_tokens` prompt tokens in which as many rows as may be are sampled."""
+
+    num_tokens: int
+    peak_bytes: int  # weights included
+    seconds: float
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens computed in 20 ms, where a step has as many."""
+        fitting = int(self.num_tokens * _PREFILL_S / self.seconds) // _TOKENS_UNIT * _TOKENS_UNIT
+        return min(max(fitting, _TOKENS_UNIT), self.num_tokens)
+
+
 def kv_memory_bytes(
-    model: Decoder,
+    step: WorstStep,
     spec: ModelSpec,
     *,
     device: torch.device,
-    dtype: torch.dtype,
-    block_size: int,
     max_num_seqs: int,
-    max_num_tokens: int,
     utilization: float,
 ) -> int:
     """Bytes for the pool within `utilization` of the device's memory. Raises ModelError when nothing is left."""
     _, total = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_allocated(device)
-    peak = _peak_bytes(model, spec, device, dtype, block_size, max_num_seqs, max_num_tokens)
+    peak, max_num_tokens = step.peak_bytes, step.num_tokens
     # Every graph keeps its logits: the ladder's rows sum to less than four times its last.
     graphs = 4 * max_num_seqs * spec.vocab_size * 4
     other = total - torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved(device)
@@ -47,16 +70,17 @@ def kv_memory_bytes(
 
 
 @torch.inference_mode()
-def _peak_bytes(
+def measure_worst_step(
     model: Decoder,
     spec: ModelSpec,
+    *,
     device: torch.device,
     dtype: torch.dtype,
     block_size: int,
     max_num_seqs: int,
     max_num_tokens: int,
-) -> int:
-    """Most bytes allocated while `max_num_tokens` are computed and as many rows as may be are sampled."""
+) -> WorstStep:
+    """Runs it twice: kernels are compiled in the first. `dtype` is the pool's."""
     caches = KVLayout(1, block_size, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype).allocate(device)
     tile = kernels.query_tile(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype)
     starts = torch.arange(0, max_num_tokens, tile, dtype=torch.int32)
@@ -66,14 +90,19 @@ def _peak_bytes(
     attention = kernels.AttentionBatch(table, zeros, zeros, kernels.TileSchedule(0, tiles.to(device), 1, zeros))
     sampled = torch.arange(min(max_num_seqs, max_num_tokens), dtype=torch.int32, device=device)
     torch.cuda.reset_peak_memory_stats(device)
-    logits = model.logits(model.hidden(ForwardBatch(zeros, None, attention, sampled, zeros), caches))
-    _ = logits.clone()  # what penalties work on
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
-    del caches, logits, _
+    for _ in range(2):
+        torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        logits = model.logits(model.hidden(ForwardBatch(zeros, None, attention, sampled, zeros), caches))
+        torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - begun
+        changed = logits.clone()  # what penalties work on
+        peak = torch.cuda.max_memory_allocated(device)
+        del logits, changed
+    del caches
     gc.collect()
     torch.cuda.empty_cache()
-    return peak
+    return WorstStep(max_num_tokens, peak, seconds)
 
 
 def _gib(size: int) -> str:

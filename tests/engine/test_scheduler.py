@@ -39,6 +39,24 @@ def test_decodes_come_before_prefill_chunks_in_every_step():
     assert shapes(driver.plans[2]) == [(6, 1, True), (63, 63, False)]
 
 
+def test_prompts_beside_decodes_are_taken_in_smaller_chunks():
+    """Those of one running, and of newcomers, together; the whole budget is theirs when nothing decodes."""
+    driver = Driver(max_num_batched_tokens=64, max_num_prefill_tokens=20, enable_prefix_caching=False)
+    driver.add(submit(1, b"x" * 70, max_tokens=4))
+    driver.turn()
+    driver.turn()
+    driver.add(submit(2, b"y" * 25, max_tokens=1))
+    driver.add(submit(3, b"z" * 30, max_tokens=1))
+    driver.run()
+    assert [shapes(plan) for plan in driver.plans] == [
+        [(0, 64, False)],
+        [(64, 6, True)],
+        [(70, 1, True), (0, 20, False)],
+        [(71, 1, True), (20, 5, True), (0, 15, False)],
+        [(72, 1, True), (15, 15, True)],
+    ]
+
+
 def test_no_more_requests_run_than_max_num_seqs():
     driver = Driver(max_num_seqs=2)
     for handle in range(5):

@@ -53,6 +53,7 @@ ENGINES = st.fixed_dictionaries(
     {
         "fake_depth": st.sampled_from([1, 2]),
         "max_num_batched_tokens": st.sampled_from([4, 7, 16, 64]),
+        "max_num_prefill_tokens": st.sampled_from([None, 1, 5]),
         "max_num_seqs": st.sampled_from([1, 2, 4]),
         "enable_prefix_caching": st.sampled_from([True, True, False]),
     }

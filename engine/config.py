@@ -120,6 +120,11 @@ class EngineConfig(Settings):
         0.92, gt=0, le=1, description="Share of a GPU's memory for weights, steps and, with what is left, the KV pool."
     )
     enable_prefix_caching: bool = Field(True, description="Keep the KV of finished prompts for those that begin alike.")
+    reproducible: bool = Field(
+        True,
+        description="Give a request the same bits in any batch, and wherever it is resumed. `--no-reproducible` takes "
+        "the fastest kernels instead; on a CPU it changes nothing.",
+    )
     threads: Annotated[int | None, Shown("all cores")] = Field(None, ge=1, description="Threads of the CPU device.")
     hang_timeout: float = Field(
         10.0, gt=0, description="Seconds without a finished step after which gateways take a busy engine for hung."

@@ -102,7 +102,7 @@ def linear(
     if x.dim() != 2 or x.shape[1] != num_in:
         raise ValueError(f"x must be [rows, {num_in}] for a weight {packed.shape}, got {tuple(x.shape)}.")
     if x.is_cuda:
-        from kernels.gpu.matmul import linear as on_gpu
+        from kernels.gpu.products import linear as on_gpu
 
         assert x.dtype == packed.dtype
         return on_gpu(x, packed.data, bias, out_dtype or x.dtype)
@@ -130,7 +130,7 @@ def gated_linear(
     The first half of the weight's rows [N, K] is the gate.
     """
     if x.is_cuda:
-        from kernels.gpu.matmul import gated_linear as on_gpu
+        from kernels.gpu.products import gated_linear as on_gpu
 
         assert x.dtype == packed.dtype
         return on_gpu(x, packed.data, bias, activation)
@@ -143,7 +143,7 @@ def add_linear(x: Tensor, packed: PackedLinear, bias: Tensor | None, residual: T
     `rms_norm` takes either and gives the same bits: the product is rounded before it is added.
     """
     if x.is_cuda:
-        from kernels.gpu.matmul import add_linear as on_gpu
+        from kernels.gpu.products import add_linear as on_gpu
 
         assert x.dtype == packed.dtype
         total = on_gpu(x, packed.data, bias, residual)

@@ -39,6 +39,7 @@ class Settings:
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     block_size: int = 16
+    reproducible: bool = True
     kv_cache_memory_bytes: int | None = None
     threads: int | None = None
     device: str = "cuda"
@@ -138,10 +139,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prefill", default="1x128,1x1024,1x8192,16x2048", help="prompts x length, …")
+    parser.add_argument("--no-reproducible", dest="reproducible", action="store_false")
     asked = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_shape(asked.shape, Path(folder)))
-        bench = Bench(Settings(model, "dummy", max_num_seqs=max(asked.batches), max_model_len=16384))
+        most = max(asked.batches)
+        settings = Settings(model, "dummy", max_num_seqs=most, max_model_len=16384, reproducible=asked.reproducible)
+        bench = Bench(settings)
     result: dict[str, object] = {
         "hardware": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -151,7 +155,6 @@ def main(argv: list[str] | None = None) -> int:
     for batch in asked.batches:
         result[f"decode_ms.{batch}"] = [round(bench.decode_ms(batch, asked.context), 3) for _ in range(3)]
         sys.stderr.write(f"{result}\n")
-    most = max(asked.batches)
     result[f"decode_ms.{most}.sampled"] = round(bench.decode_ms(most, asked.context, temperature=0.6), 3)
     for shape in asked.prefill.split(","):
         prompts, length = map(int, shape.split("x"))

@@ -60,6 +60,8 @@ class RunnerConfig(Protocol):
     @property
     def max_num_seqs(self) -> int: ...
     @property
+    def reproducible(self) -> bool: ...
+    @property
     def threads(self) -> int | None: ...
     @property
     def device(self) -> str: ...
@@ -292,7 +294,7 @@ class _Build:
                 "tensor_parallel_size": 1,
                 "device": name,
                 "torch": torch.__version__,
-                "reproducible": True,
+                "reproducible": self.config.reproducible or device.type == "cpu",
             }
         )
 
@@ -302,6 +304,8 @@ def _start(config: RunnerConfig, dtype: torch.dtype) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ModelError("--device cuda: torch sees no GPU here. Use --device cpu, or install a torch built for CUDA.")
     if config.device == "cpu" or not torch.cuda.is_available():
+        if not config.reproducible:
+            log.info("--no-reproducible changes nothing on a CPU: reproducible operators are all there are.")
         _start_cpu(config)
         return torch.device("cpu")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -309,7 +313,7 @@ def _start(config: RunnerConfig, dtype: torch.dtype) -> torch.device:
         lacking = lacks_bfloat16(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
         if lacking is not None:
             raise ModelError(f"{lacking} {USE_HALF}")
-    kernels.start_gpu(device, dtype, config.cache_dir / "kernels")
+    kernels.start_gpu(device, dtype, config.cache_dir / "kernels", reproducible=config.reproducible)
     return device
 
 

@@ -32,7 +32,7 @@ class CheckConfig(EngineConfig):
         or name
         in (
             *("listen", "served_model_name", "metrics_port", "hang_timeout", "drain_timeout", "threads"),
-            *("enable_prefix_caching", "parent_pipe"),
+            *("enable_prefix_caching", "parent_pipe", "reproducible"),
         )
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from kernels._triton import triton
+from kernels.gpu import mode
 from kernels.gpu.matmul import gated_linear, linear
 
 #: Raised whenever an operator on a GPU may change a bit of its result.
@@ -19,10 +20,12 @@ _ROW_COUNTS = (1, 20, 50, 100)
 _MOST_ROWS = 300
 
 
-def start_gpu(device: torch.device, dtype: torch.dtype, cache_dir: Path | None = None) -> None:
+def start_gpu(
+    device: torch.device, dtype: torch.dtype, cache_dir: Path | None = None, *, reproducible: bool = True
+) -> None:
     """Prepare `device` for models of `dtype`; `cache_dir` keeps compiled kernels from one start to the next.
 
-    Raises RuntimeError for a device that is too old, or whose products are not reproducible.
+    Raises RuntimeError for a device that is too old, or, if they are to be, whose products are not `reproducible`.
     """
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
@@ -31,10 +34,15 @@ def start_gpu(device: torch.device, dtype: torch.dtype, cache_dir: Path | None =
         )
     if cache_dir is not None:
         triton.knobs.cache.dir = str(cache_dir / "triton")
+    chosen = mode.REPRODUCIBLE if reproducible else mode.FASTEST
+    mode.choose(chosen)
     torch.backends.cuda.preferred_blas_library("cublaslt")
-    # The second value forbids split-K, whose choice depends on the number of rows.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
+    # The second value is about split-K, whose choice depends on the number of rows.
+    allowed = (chosen.splits_products, chosen.splits_products)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = allowed
+    if not reproducible:
+        return
     for num_out, num_in in _SHAPES:
         _check_rows(device, dtype, num_out, num_in)
 

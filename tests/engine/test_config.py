@@ -35,6 +35,11 @@ def test_names_that_are_not_known(flag: str, known: str) -> None:
         config(flag)
 
 
+def test_reproducible_by_default() -> None:
+    assert [config(*flags).reproducible for flags in ((), ("--no-reproducible",))] == [True, False]
+    assert not EngineConfig.load(["model"], {"SLUICEGATE_REPRODUCIBLE": "false"}, prog="engine").reproducible
+
+
 def test_what_loading_does_by_itself() -> None:
     assert (config().load_format, config().dtype, config().quantization) == ("auto", "auto", None)
 

@@ -22,6 +22,7 @@ class Settings:
     block_size: int = 16
     kv_cache_memory_bytes: int | None = 32 * 2**20
     max_num_seqs: int = 24
+    reproducible: bool = True
     threads: int | None = 1
     device: str = "cpu"
     load_format: str = "auto"

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kernels
+from engine.backends.torch_runner import _Build, _Source
 from engine.loading import identity
 from engine.plan import ModelInfo
 from tests.engine.torch_runners import Settings, load
@@ -75,3 +76,29 @@ def test_numerics_change_with_each_ingredient_and_the_digest_does_not(
     assert len({each.numerics for each in seen.values()}) == len(seen)
     assert {each.digest for each in seen.values()} == {first.digest}
     assert info(settings).numerics == first.numerics
+
+
+def test_a_gpu_whose_bits_depend_on_the_batch_has_other_numerics(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "gpu_numerics_name", lambda device: "triton")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+
+    def numerics(*, reproducible: bool) -> str:
+        chosen = replace(settings, reproducible=reproducible)
+        source = _Source.read(chosen.model, chosen.load_format, chosen.quantization)
+        dtype = torch.bfloat16
+        build = _Build(
+            chosen, source, torch.device("cuda"), stored=dtype, active=dtype, kv_dtype=dtype, context_length=64
+        )
+        return build.numerics("digest")
+
+    assert numerics(reproducible=True) == numerics(reproducible=True) != numerics(reproducible=False)
+
+
+def test_on_a_cpu_reproducible_is_all_there_is(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "engine")
+    assert info(replace(settings, reproducible=False)).numerics == info(settings).numerics
+    assert [record.message for record in caplog.records if "reproducible" in record.message] == [
+        "--no-reproducible changes nothing on a CPU: reproducible operators are all there are."
+    ]

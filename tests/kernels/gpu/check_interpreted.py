@@ -18,7 +18,21 @@ from kernels.activation import gelu_and_mul_reference, silu_and_mul_reference
 from kernels.attention import rotate_and_attend
 from kernels.experts import mix_experts_reference
 from kernels.gate import Activation
-from kernels.gpu import activation, decode, embedding, experts, logprobs, matmul, noise, norm, routing, sampling
+from kernels.gpu import (
+    activation,
+    decode,
+    embedding,
+    experts,
+    logprobs,
+    matmul,
+    mode,
+    noise,
+    norm,
+    products,
+    routing,
+    sampling,
+    vector,
+)
 from kernels.norm import rms_norm_reference
 from kernels.routing import route_reference
 from tests.kernels.gpu.cases import AttentionCase
@@ -110,6 +124,35 @@ def test_products(dtype: torch.dtype, rows: int) -> None:
                 assert error(matmul.gated_linear(x, weight, bias, kind), gated) < CLOSE[dtype]
 
 
+@pytest.fixture
+def fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mode, "_chosen", mode.FASTEST)
+    monkeypatch.setattr(vector, "LEAST_OUT", 1)
+
+
+@pytest.mark.parametrize(("num_out", "num_in"), [(100, 72), (20, 4096)])
+def test_products_of_a_single_row_as_sums(
+    num_out: int, num_in: int, fastest: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "choose_tile", None)  # no product is left to the tiles
+    x, weight = torch.randn(1, num_in).half(), (torch.randn(num_out, num_in) / 8).half()
+    bias, residual = torch.randn(num_out), torch.randn(1, num_out).half()
+    wanted = x.double() @ weight.double().t()
+    assert error(products.linear(x, weight, None, torch.float32), wanted) < 1e-6
+    rounded = (wanted + bias).half()
+    assert error(products.linear(x, weight, bias, torch.float16), rounded) < CLOSE[torch.float16]
+    added = products.add_linear(x, weight, bias, residual)
+    assert added is not None
+    assert error(added, rounded.double() + residual.double()) < CLOSE[torch.float16]
+    for kind, reference in REFERENCES.items():
+        assert error(products.gated_linear(x, weight, bias, kind), reference(rounded)) < CLOSE[torch.float16]
+
+
+def test_more_rows_go_to_the_tiles_in_any_mode(fastest: None) -> None:
+    x, weight = torch.randn(2, 72).half(), torch.randn(100, 72).half()
+    assert torch.equal(products.linear(x, weight, None, torch.float16), matmul.linear(x, weight, None, torch.float16))
+
+
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_routes(renormalize: bool) -> None:
     logits = torch.randn(9, 20)
@@ -186,6 +229,27 @@ def test_attention_after_norms_of_heads(dtype: torch.dtype) -> None:
     )
     assert error(copied.run(0, 0.0), wanted) < CLOSE[dtype]
     assert error(copied.keys, case.keys) < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spread", [decode.Spread(1, 4, 1), decode.Spread(2, 4, 1)], ids=["walk", "spread"])
+def test_attention_to_an_fp8_pool(dtype: torch.dtype, spread: decode.Spread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a scale of values that cuts the largest of them."""
+    monkeypatch.setattr(decode, "choose_spread", lambda *sizes, **options: spread)
+    scales = kernels.KVScales(0.02, 0.005)
+    case = AttentionCase.draw(3, 1, 80, dtype=dtype, block_size=32, starts=(0, 300, 250), counts=(1, 1, 20))
+    case = case.with_fp8(scales)
+    copied = case.on(torch.device("cpu"))
+    found = copied.run(0, 0.0)
+    wanted = rotate_and_attend(
+        *(case.qkv.clone(), case.table, case.keys, case.values, case.batch, case.slots),
+        num_heads=3,
+        scale=80**-0.5,
+        scales=scales,
+    )
+    assert error(found, wanted) < CLOSE[dtype]
+    for pool, expected in ((copied.values, case.values), (copied.keys, case.keys)):
+        assert int((pool.view(torch.uint8) != expected.view(torch.uint8)).sum()) < 5  # the rotation rounds otherwise
 
 
 def test_noise() -> None:

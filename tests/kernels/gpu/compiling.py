@@ -75,6 +75,7 @@ def compiling(capability: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Comp
         yield compiled
 
 
+            "vector",
 def _source(
     kernel: JITFunction, args: tuple[object, ...], options: dict[str, object]
 ) -> tuple[ASTSource, dict[str, object]]:

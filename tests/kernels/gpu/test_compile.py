@@ -8,7 +8,19 @@ import torch
 import kernels
 
 pytest.importorskip("triton")
-from kernels.gpu import activation, attention, embedding, experts, logprobs, matmul, noise, norm, routing, sampling
+from kernels.gpu import (
+    activation,
+    attention,
+    embedding,
+    experts,
+    logprobs,
+    matmul,
+    noise,
+    norm,
+    routing,
+    sampling,
+    vector,
+)
 from tests.kernels.gpu.compiling import Compiled, compiling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -58,6 +70,20 @@ def test_products(capability: int, dtype: torch.dtype, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_experts(capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_a_single_row_as_sums(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with compiling(capability, monkeypatch) as compiled:
+        for num_out, num_in in ((12288, 4096), (8192, 1024), (6144, 576)):
+            x, weight = torch.empty(1, num_in).bfloat16(), torch.empty(num_out, num_in).bfloat16()
+            vector.multiply(x, weight, None, torch.bfloat16)
+            vector.multiply(x, weight, torch.empty(num_out), torch.float32)
+            vector.multiply(x, weight, None, torch.bfloat16, residual=torch.empty(1, num_out).bfloat16())
+            vector.multiply(x, weight, None, torch.bfloat16, gate=kernels.Activation.SILU)
+    assert set(compiled.names) == {"vector_kernel"}
+    # The weight is on its way before the kernel waits for x.
+    for text in compiled.assembly if capability >= 90 else ():
+        assert "ld.global" in text[: text.index("griddepcontrol.wait")]
+
+
     sizes = (
         ((8, 4096, 14336, 2), (128, 2048, 768, 8), (5, 200, 48, 3)) if dtype is torch.bfloat16 else ((5, 200, 48, 3),)
     )

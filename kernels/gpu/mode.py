@@ -1,0 +1,39 @@
+"""What may decide a row's bits: nothing but the row, which is the default, or also what is fastest for a batch.
+
+Chosen once a process, before its first operator (`start_gpu`). Operators ask `in_force`; every choice that
+may change a bit with the batch is a field here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """`splits_products`: the library may cut K in parts, by the number of rows. `sums_single_rows`: products of one
+    row are plain sums (`kernels.gpu.vector`). `row_split`: positions in a split of a single token's context, None
+    being the contract's.
+    """
+
+    splits_products: bool
+    sums_single_rows: bool
+    row_split: int | None
+
+
+REPRODUCIBLE = Mode(splits_products=False, sums_single_rows=False, row_split=None)
+
+#: The fastest known set on an H200; `kernels/NOTES.md` has what each part brings.
+FASTEST = Mode(splits_products=True, sums_single_rows=True, row_split=128)
+
+_chosen = REPRODUCIBLE
+
+
+def choose(mode: Mode) -> None:
+    """From now on, for all devices of this process."""
+    global _chosen
+    _chosen = mode
+
+
+def in_force() -> Mode:
+    return _chosen

@@ -87,13 +87,12 @@ def rotate_and_attend(
     overwritten: `head_norm_` (with `norms`) and `rope_` on queries and keys, `write_kv` at `slots` int64 [M],
     `paged_attention`. Answers [M, num_heads, head_dim].
 
-    A GPU finds the slots in `batch` itself (None), and has no scales. Keys and values of this step are read back
+    A GPU finds the slots in `batch` itself (None). Keys and values of this step are read back
     from the pool as well, so that a chunk's border changes no bit.
     """
     if qkv.is_cuda:
         from kernels.gpu.attention import rotate_and_attend as on_gpu
 
-        assert scales == UNSCALED
         return on_gpu(
             *(qkv, cos_sin, k_cache, v_cache, batch),
             num_heads=num_heads,
@@ -101,6 +100,7 @@ def rotate_and_attend(
             window=window,
             soft_cap=soft_cap,
             norms=norms,
+            scales=scales,
             tile=TILE,
             split=SPLIT,
         )

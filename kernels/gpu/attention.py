@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kernels._triton import triton
 from kernels.gpu.decode import attend_rows
+from kernels.gpu.mode import in_force
 from kernels.gpu.norm import head_norm_
 from kernels.gpu.prefill import attend_tiles
 from kernels.gpu.rope import rope_write_
 
 if TYPE_CHECKING:
     from kernels.attention import AttentionBatch, HeadNorms
+    from kernels.kv_cache import KVScales
 
 
 def rotate_and_attend(
@@ -29,13 +32,15 @@ def rotate_and_attend(
     window: int,
     soft_cap: float,
     norms: HeadNorms | None,
+    scales: KVScales,
     tile: int,
     split: int,
 ) -> Tensor:
     """From the fused projection qkv [M, (HQ + 2 * HKV) * D], which is overwritten, to [M, HQ, D].
 
     `table` float32 [num_positions, rotary_dim]. Keys [num_blocks, HKV, D, block_size] lie with D
-    innermost, values [num_blocks, HKV, block_size, D].
+    innermost, values [num_blocks, HKV, block_size, D], both in qkv's dtype or FP8 with
+    `scales`.
     """
     num_rows = qkv.shape[0]
     _, num_kv_heads, _, head_dim = v_cache.shape
@@ -46,28 +51,34 @@ def rotate_and_attend(
     assert qkv.stride(1) == 1
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
     out = torch.empty(num_rows, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    scale, cap = _exponents(scale, soft_cap)
+    scale, cap = _exponents(scale * scales.key, soft_cap)
     if norms is not None:
         head_norm_(qkv, norms.query, norms.key, norms.eps, num_heads=num_heads, num_kv_heads=num_kv_heads)
     where = (batch.block_tables, batch.seq_index, batch.positions)
     rope_write_(
-        *(qkv, table, k_cache, v_cache, *where), num_heads=num_heads, first_row=min(schedule.num_single, num_rows)
+        *(qkv, table, k_cache, v_cache, *where),
+        num_heads=num_heads,
+        first_row=min(schedule.num_single, num_rows),
+        scales=scales,
     )
+    row_split = in_force().row_split or split
     attend_rows(
         *(qkv, table, k_cache, v_cache, *where, schedule.arrivals, out),
         num_rows=schedule.num_single,
-        max_splits=schedule.max_splits,
+        max_splits=triton.cdiv(schedule.max_splits * split, row_split),
         scale=scale,
         cap=cap,
+        scales=scales,
         window=window,
         tile=tile,
-        split=split,
+        split=row_split,
     )
     q = qkv[:, : num_heads * head_dim].view(num_rows, num_heads, head_dim)
     attend_tiles(
         *(q, k_cache, v_cache, *where, schedule.tiles, out),
         scale=scale,
         cap=cap,
+        value_scale=scales.value,
         window=window,
         tile=tile,
         split=split,

@@ -8,6 +8,7 @@ program walks all splits instead. Both give the bits of `prefill`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,24 +16,14 @@ from torch import Tensor
 from kernels._triton import tl, triton
 from kernels.gpu.launch import begin, limits, wait
 from kernels.gpu.pool import key_tile, slot_offset
-from kernels.gpu.rope import rotated
+from kernels.gpu.rope import rotated, write_new_kv
 from kernels.gpu.softmax import add_tile, merge, nothing_seen
+
+if TYPE_CHECKING:
+    from kernels.kv_cache import KVScales
 
 #: Programs a multiprocessor should have before one walks all splits.
 _PROGRAMS_PER_SM = 4
-
-
-@triton.jit
-def write_new_kv(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot, rope_ptr, position, d, D: tl.constexpr, ROTARY: tl.constexpr
-):
-    """The new token's key, turned, and value, into the pool at `slot`."""
-    one = tl.arange(0, 1)[:, None]
-    inside = (d < D)[None, :] & (one == 0)
-    key = rotated(k_ptr + one, inside, d, rope_ptr, position + one, ROTARY, k_cache_ptr.dtype.element_ty)
-    tl.store(k_cache_ptr + slot + one + d[None, :], key, mask=inside)
-    value = tl.load(v_ptr + one + d[None, :], mask=inside)
-    tl.store(v_cache_ptr + slot + one + d[None, :], value.to(v_cache_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -153,6 +144,8 @@ def load_query(
     table_ptr,
     position,
     kv_head,
+    key_scale,
+    value_scale,
     has_newest,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
@@ -174,7 +167,10 @@ def load_query(
     if has_newest:
         slot = slot_offset(table_ptr, position, kv_head, HKV, D, BLOCK_SIZE, position >= 0)
         k_ptr = heads_ptr + (HQ + kv_head) * D
-        write_new_kv(k_ptr, k_ptr + HKV * D, k_cache_ptr, v_cache_ptr, slot, rope_ptr, position, d, D, ROTARY)
+        write_new_kv(
+            *(k_ptr, k_ptr + HKV * D, k_cache_ptr, v_cache_ptr, slot, rope_ptr, position),
+            *(key_scale, value_scale, d, D, ROTARY),
+        )
         tl.debug_barrier()
     return rotated(q_ptrs, inside, d, rope_ptr, position + r[:, None] * 0, ROTARY, T)
 
@@ -197,6 +193,8 @@ def decode_kernel(
     max_splits,
     scale,
     cap,
+    key_scale,
+    value_scale,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -225,12 +223,12 @@ def decode_kernel(
     wait(PDL)
     q = load_query(
         *(qkv_ptr + row * qkv_stride, rope_ptr, k_cache_ptr, v_cache_ptr, table_ptr, position, kv_head),
-        *((num_splits - 1) % num_programs == program, HQ, HKV, D, BLOCK_D, ROTARY, BLOCK_SIZE, ROWS),
-        out_ptr.dtype.element_ty,
+        *(key_scale, value_scale, (num_splits - 1) % num_programs == program),
+        *(HQ, HKV, D, BLOCK_D, ROTARY, BLOCK_SIZE, ROWS, out_ptr.dtype.element_ty),
     )
     keep_row(
         *(q, k_cache_ptr, v_cache_ptr, table_ptr, length, first_split, num_splits, kv_head, row, scale, cap),
-        *(parts_ptr, outs_ptr, arrivals_ptr, out_ptr, max_splits, tl.num_programs(2)),
+        *(value_scale, parts_ptr, outs_ptr, arrivals_ptr, out_ptr, max_splits, tl.num_programs(2)),
         *(HQ, HKV, D, BLOCK_D, BLOCK_SIZE, ROWS, WINDOW, CAPPED, WALK, TILE, SPLIT),
     )
 
@@ -248,6 +246,7 @@ def keep_row(
     row,
     scale,
     cap,
+    value_scale,
     parts_ptr,
     outs_ptr,
     arrivals_ptr,
@@ -277,7 +276,7 @@ def keep_row(
             *(q, k_cache_ptr, v_cache_ptr, table_ptr, length, first_split, kv_head, scale, cap),
             *(HKV, D, BLOCK_D, BLOCK_SIZE, ROWS, WINDOW, CAPPED, TILE, SPLIT),
         )
-        tl.store(out_ptrs, out.to(T), mask=inside)
+        tl.store(out_ptrs, (out * value_scale).to(T), mask=inside)
     else:
         program, num_programs = tl.program_id(0), tl.num_programs(0)
         first_part = (row * HKV + kv_head) * max_splits * GROUP
@@ -299,7 +298,7 @@ def keep_row(
             tl.store(counter, 0)
             unit = 1.0 if CAPPED else scale
             out = merge_parts(parts_ptr, outs_ptr, plane, first_part, num_splits, unit, GROUP, D, BLOCK_D, ROWS)
-            tl.store(out_ptrs, out.to(T), mask=inside)
+            tl.store(out_ptrs, (out * value_scale).to(T), mask=inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +335,7 @@ def attend_rows(
     max_splits: int,
     scale: float,
     cap: float,
+    scales: KVScales,
     window: int,
     tile: int,
     split: int,
@@ -345,7 +345,8 @@ def attend_rows(
 
     With a `table` (float32 [num_positions, rotary_dim]) qkv [M, (HQ + 2 * HKV) * D] is a fused projection,
     turned and written here; without one it is queries [M, HQ * D]. `arrivals` int32 [>= num_rows * HKV] is
-    zero, and is left so. `max_splits` bounds the splits of a row. A position below 0 skips its row.
+    zero, and is left so. `max_splits` bounds the splits of a row. A position below 0 skips its row. `scale` is that of
+    queries and of keys as the pool has them, `scales` those of an FP8 pool.
     """
     if num_rows == 0:
         return
@@ -361,6 +362,7 @@ def attend_rows(
     decode_kernel[(spread.programs, num_kv_heads, num_rows)](
         *(qkv, qkv if table is None else table, k_cache, v_cache, block_tables, seq_index, positions),
         *(partial, outs, arrivals, out, qkv.stride(0), block_tables.shape[1], max_splits, scale, cap),
+        *(scales.key, scales.value),
         HQ=num_heads,
         HKV=num_kv_heads,
         D=head_dim,

@@ -1,8 +1,35 @@
-"""Reading a tile of keys and values out of the paged pool."""
+"""The paged pool: reading a tile of keys and values, and what a number is in it."""
 
 from __future__ import annotations
 
 from kernels._triton import tl, triton
+
+#: The largest number of FP8.
+_LARGEST = tl.constexpr(448.0)
+
+
+@triton.jit
+def stored(x, scale, P: tl.constexpr):
+    """x in the pool's type P. FP8 holds x / scale, rounded to the nearest; beyond its largest number it is that."""
+    if P.is_fp8():
+        over = tl.div_rn(x.to(tl.float32), tl.full(x.shape, scale, tl.float32))
+        x = tl.clamp(over, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(P)
+
+
+@triton.jit
+def _only(a, b):
+    return a
+
+
+@triton.jit
+def widened(x, T: tl.constexpr):
+    """A tile [R, C] of the pool in the type T of queries, exactly."""
+    if x.dtype == T:
+        return x
+    # A product of 16 rows whose operand is seen to come from 8 bits is given 4 neighbours of K a lane instead of 2,
+    # and so adds in another order than one of 128 rows. A reduction over nothing hides where the tile comes from.
+    return tl.reduce(x.to(T)[:, None, :], 1, _only)
 
 
 @triton.jit

@@ -75,6 +75,7 @@ def prefill_kernel(
     max_blocks,
     scale,
     cap,
+    value_scale,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -110,7 +111,7 @@ def prefill_kernel(
         *(HKV, D, BLOCK_D, BLOCK_SIZE, ROWS, WINDOW, CAPPED, TILE, SPLIT),
     )
     out_ptrs = out_ptr + (row * HQ + head)[:, None] * D + d[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptrs, (out * value_scale).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def packed_heads(num_heads: int, num_kv_heads: int) -> int:
@@ -143,6 +144,7 @@ def attend_tiles(
     *,
     scale: float,
     cap: float,
+    value_scale: float,
     window: int,
     tile: int,
     split: int,
@@ -151,7 +153,7 @@ def attend_tiles(
 
     A tile is rows of one sequence that follow each other, at most `query_tile`. q [M, HQ, D] may have
     a row stride; caches are [num_blocks, HKV, block_size, D]. `scale` and `cap` are those of `add_tile`,
-    no cap being 0.
+    no cap being 0; the answer is multiplied by `value_scale`.
     """
     if tiles.shape[0] == 0:
         return
@@ -162,7 +164,7 @@ def attend_tiles(
     wide = q.element_size() == 4  # float32 products take registers instead of tensor cores
     prefill_kernel[(tiles.shape[0], num_heads // pack)](
         *(q, k_cache, v_cache, block_tables, seq_index, positions, tiles, out),
-        *(q.stride(0), block_tables.shape[1], scale, cap),
+        *(q.stride(0), block_tables.shape[1], scale, cap, value_scale),
         HQ=num_heads,
         HKV=num_kv_heads,
         D=head_dim,

@@ -1,11 +1,18 @@
-"""Rotary positions: the rotation that attention fuses, and the kernel that writes the pool for prefill."""
+"""Rotary positions: the rotation and the write of the pool that attention of single tokens fuses, and the kernel
+that does both for chunks."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kernels._triton import tl, triton
 from kernels.gpu.launch import begin, limits, wait
+from kernels.gpu.pool import stored
+
+if TYPE_CHECKING:
+    from kernels.kv_cache import KVScales
 
 #: Heads of a program.
 _HEADS = 8
@@ -29,6 +36,31 @@ def rotated(pointers, inside, d, table_ptr, position, ROTARY: tl.constexpr, T: t
     return tl.fma(x, cosine, (y * sine) * sign).to(T)
 
 
+@triton.jit
+def write_new_kv(
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot,
+    rope_ptr,
+    position,
+    key_scale,
+    value_scale,
+    d,
+    D: tl.constexpr,
+    ROTARY: tl.constexpr,
+):
+    """One token's key, turned, and value, into the pool at `slot`."""
+    one = tl.arange(0, 1)[:, None]
+    inside = (d < D)[None, :] & (one == 0)
+    P: tl.constexpr = k_cache_ptr.dtype.element_ty
+    key = rotated(k_ptr + one, inside, d, rope_ptr, position + one, ROTARY, k_ptr.dtype.element_ty)
+    tl.store(k_cache_ptr + slot + one + d[None, :], stored(key, key_scale, P), mask=inside)
+    value = tl.load(v_ptr + one + d[None, :], mask=inside)
+    tl.store(v_cache_ptr + slot + one + d[None, :], stored(value, value_scale, P), mask=inside)
+
+
 @triton.jit(do_not_specialize=["first_row", "max_blocks"])
 def rope_write_kernel(
     qkv_ptr,
@@ -41,6 +73,8 @@ def rope_write_kernel(
     qkv_stride,
     first_row,
     max_blocks,
+    key_scale,
+    value_scale,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -63,7 +97,8 @@ def rope_write_kernel(
     inside = (head < HQ + 2 * HKV) & (d < D)[None, :]
     pointers = qkv_ptr + row.to(tl.int64) * qkv_stride + head * D
     block = tl.load(block_tables_ptr + seq * max_blocks + position // BLOCK_SIZE).to(tl.int64)
-    T: tl.constexpr = k_cache_ptr.dtype.element_ty
+    T: tl.constexpr = qkv_ptr.dtype.element_ty
+    P: tl.constexpr = k_cache_ptr.dtype.element_ty
     is_key = inside & (head >= HQ) & (head < HQ + HKV)
     is_value = inside & (head >= HQ + HKV)
     turned = rotated(pointers, inside & (head < HQ + HKV), d, table_ptr, position + head * 0, ROTARY, T)
@@ -71,9 +106,9 @@ def rope_write_kernel(
     tl.debug_barrier()  # every element is read as a partner before it is overwritten
     tl.store(pointers + d[None, :], turned, mask=inside & (head < HQ))
     key_slot = ((block * HKV + head - HQ) * BLOCK_SIZE + position % BLOCK_SIZE) * D
-    tl.store(k_cache_ptr + key_slot + d[None, :], turned, mask=is_key)
+    tl.store(k_cache_ptr + key_slot + d[None, :], stored(turned, key_scale, P), mask=is_key)
     value_slot = key_slot - HKV * BLOCK_SIZE * D
-    tl.store(v_cache_ptr + value_slot + d[None, :], value.to(T), mask=is_value)
+    tl.store(v_cache_ptr + value_slot + d[None, :], stored(value, value_scale, P), mask=is_value)
 
 
 def rope_write_(
@@ -87,10 +122,12 @@ def rope_write_(
     *,
     num_heads: int,
     first_row: int,
+    scales: KVScales,
 ) -> None:
     """Turn q in place and write k and v to the pool, for rows of qkv [M, (HQ + 2 * HKV) * D] from first_row on.
 
-    `table` float32 [num_positions, rotary_dim]. A row whose position is below 0 is left alone.
+    `table` float32 [num_positions, rotary_dim]. A row whose position is below 0 is left alone. `scales` are those
+    of an FP8 pool.
     """
     num_rows = qkv.shape[0] - first_row
     if num_rows == 0:
@@ -99,7 +136,7 @@ def rope_write_(
     limit = limits(qkv.device)
     rope_write_kernel[(num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS))](
         *(qkv, table, k_cache, v_cache, block_tables, seq_index, positions),
-        *(qkv.stride(0), first_row, block_tables.shape[1]),
+        *(qkv.stride(0), first_row, block_tables.shape[1], scales.key, scales.value),
         HQ=num_heads,
         HKV=num_kv_heads,
         D=head_dim,

@@ -8,6 +8,7 @@ divide the keys (measured: 27 of 6 million outputs change), the product's does n
 from __future__ import annotations
 
 from kernels._triton import tl, triton
+from kernels.gpu.pool import widened
 
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
@@ -16,13 +17,14 @@ NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 def add_tile(
     q, k, v, seen, top, total, out, scale, cap, MASKED: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr
 ):
-    """Join one tile: q [R, D], k [D, TILE], v [TILE, D], seen [R, TILE] → (top, total, out). Without MASKED all
-    keys are seen by all rows, which saves time and changes no bit.
+    """Join one tile: q [R, D], k [D, TILE] and v [TILE, D] as the pool has them, seen [R, TILE] → (top, total, out).
+    Without MASKED all keys are seen by all rows, which saves time and changes no bit.
 
     `top` [R] is the largest score, `total` [R, 16] the sum of exponentials in every column, `out`
     [R, D] the weighted values. `scale` takes a product to the exponent of 2. With CAPPED it takes it to
     that of tanh's e^2x, and the exponent is cap * tanh(x).
     """
+    k, v = widened(k, q.dtype), widened(v, q.dtype)
     scores = tl.dot(q, k, input_precision="ieee")
     if CAPPED:
         # tanh by exp2, as one expression for every launch shape.

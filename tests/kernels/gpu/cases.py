@@ -24,6 +24,7 @@ class AttentionCase:
     batch: kernels.AttentionBatch
     slots: Tensor
     norms: kernels.HeadNorms | None = None
+    scales: kernels.KVScales = kernels.UNSCALED
 
     @classmethod
     def draw(
@@ -65,6 +66,15 @@ class AttentionCase:
         batch = kernels.AttentionBatch(tables, seq_index.int(), positions.int(), schedule)
         return cls(num_heads, qkv, torch.cat((angles.cos(), angles.sin()), 1), keys, values, batch, slots)
 
+    def with_fp8(self, scales: kernels.KVScales) -> AttentionCase:
+        """The same with the pool in FP8."""
+        limit = torch.finfo(kernels.FP8).max
+        keys, values = (
+            (pool.float() / scale).clamp(-limit, limit).to(kernels.FP8)
+            for pool, scale in ((self.keys, scales.key), (self.values, scales.value))
+        )
+        return replace(self, keys=keys, values=values, scales=scales)
+
     def on(self, device: torch.device) -> AttentionCase:
         """The same with the pool as a GPU has it."""
         batch, schedule = self.batch, self.batch.schedule
@@ -90,6 +100,7 @@ class AttentionCase:
             window=window,
             soft_cap=soft_cap,
             norms=self.norms,
+            scales=self.scales,
             tile=64,
             split=256,
         )

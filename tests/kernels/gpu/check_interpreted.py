@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -55,6 +57,19 @@ def _scalars(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+@pytest.fixture(autouse=True)
+def _rounding_to_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's loses the carry of a mantissa that rounds up to the next power of two."""
+    convert = interpreter._convert_float
+
+    def converted(x: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: object) -> np.ndarray:
+        if target.is_fp8e4nv():
+            return torch.from_numpy(x.astype(np.float32)).to(kernels.FP8).view(torch.uint8).numpy()
+        return convert(x, source, target, rounding)
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
 
 
 @pytest.fixture(autouse=True)

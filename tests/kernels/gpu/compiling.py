@@ -24,6 +24,7 @@ _TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -32,10 +33,13 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 
 @dataclass(slots=True)
 class Compiled:
-    """Names of the kernels compiled, in order, with their register spills or stack left to ptxas."""
+    """Names of the kernels compiled, in order, with their register spills or stack left to ptxas. `layouts` are
+    Triton's own form of them.
+    """
 
     names: list[str] = field(default_factory=list)
     assembly: list[str] = field(default_factory=list)
+    layouts: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -54,6 +58,7 @@ def compiling(capability: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Comp
         assert kernel.metadata.shared <= SHARED_MEMORY[capability], mark
         compiled.names.append(self.fn.__name__)
         compiled.assembly.append(kernel.asm["ptx"])
+        compiled.layouts.append(kernel.asm["ttgir"])
 
     limits = launch.Limits(num_sms=132, shared_memory=SHARED_MEMORY[capability], dependent=capability >= 90)
     with monkeypatch.context() as patch:
@@ -70,12 +75,12 @@ def compiling(capability: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Comp
             "rope",
             "routing",
             "sampling",
+            "vector",
         ):
             patch.setattr(f"kernels.gpu.{module}.limits", lambda device: limits)
         yield compiled
 
 
-            "vector",
 def _source(
     kernel: JITFunction, args: tuple[object, ...], options: dict[str, object]
 ) -> tuple[ASTSource, dict[str, object]]:

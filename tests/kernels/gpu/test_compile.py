@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -68,8 +70,6 @@ def test_products(capability: int, dtype: torch.dtype, monkeypatch: pytest.Monke
     assert _uses_wgmma(compiled) == (capability >= 90 and dtype is torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_experts(capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_products_of_a_single_row_as_sums(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with compiling(capability, monkeypatch) as compiled:
         for num_out, num_in in ((12288, 4096), (8192, 1024), (6144, 576)):
@@ -84,6 +84,8 @@ def test_products_of_a_single_row_as_sums(capability: int, monkeypatch: pytest.M
         assert "ld.global" in text[: text.index("griddepcontrol.wait")]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts(capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = (
         ((8, 4096, 14336, 2), (128, 2048, 768, 8), (5, 200, 48, 3)) if dtype is torch.bfloat16 else ((5, 200, 48, 3),)
     )
@@ -103,8 +105,25 @@ def test_products_of_a_single_row_as_sums(capability: int, monkeypatch: pytest.M
     ids=str,
 )
 def test_attention(capability: int, dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _compile_attention(capability, dtype, dtype, head_dim, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 80)], ids=str
+)
+def test_attention_to_an_fp8_pool(dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of any number of rows take 2 neighbours of K a lane, and so add in one order."""
+    compiled = _compile_attention(90, dtype, kernels.FP8, head_dim, monkeypatch)
+    assert all("cvt.rn.f16x2.e4m3x2" in text for text in compiled.assembly[1:])
+    widths = {width for text in compiled.layouts for width in re.findall(r"kWidth = (\d)", text)}
+    assert widths == (set() if dtype is torch.float32 else {"2"})
+
+
+def _compile_attention(
+    capability: int, dtype: torch.dtype, pool: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> Compiled:
     heads, kv_heads, rows = 8, 2, 3
-    keys, values = kernels.empty_kv_cache(8, 16, kv_heads, head_dim, dtype=dtype, device=torch.device("cpu"))
+    keys, values = kernels.empty_kv_cache(8, 16, kv_heads, head_dim, dtype=pool, device=torch.device("cpu"))
     keys = values.transpose(2, 3)
     index = torch.zeros(rows, dtype=torch.int32)
     with compiling(capability, monkeypatch) as compiled:
@@ -118,10 +137,12 @@ def test_attention(capability: int, dtype: torch.dtype, head_dim: int, monkeypat
                 num_heads=heads,
                 scale=1.0,
                 norms=None,
+                scales=kernels.UNSCALED,
                 tile=64,
                 split=256,
             )
     assert set(compiled.names) == {"rope_write_kernel", "decode_kernel", "prefill_kernel"}
+    return compiled
 
 
 def test_sampling(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import errors
+from gateway.client import Writer, client
 from gateway.errors import GatewayError
 from gateway.generation import Generation
-from gateway.leaving import unless_left
 from gateway.measures import RequestMeasure
 from gateway.outlet import EventOutlet
 from gateway.replies import Reply
 from gateway.service import service
-from gateway.sse import KEEP_ALIVE, KEEP_ALIVE_S, EventStream, Writer, error_event
+from gateway.sse import KEEP_ALIVE, KEEP_ALIVE_S, EventStream, error_event
 from gateway.stream import Delta, GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ MakeReply = Callable[[Generation], Reply]
 async def answer(request: Request, prepared: GenerationRequest, make_reply: MakeReply) -> Response:
     """The response. Raises the errors of `Dispatcher.start` and `Generation.next`, and ClientLeft."""
     shared = service(request)
-    generation = await unless_left(request.receive, shared.dispatcher.start(prepared, request.state.waited_s))
+    generation = await client(request.scope).unless_left(shared.dispatcher.start(prepared, request.state.waited_s))
     measure = shared.measures.request(prepared, generation, request.state.arrived)
     reply = make_reply(generation)
     try:
@@ -59,7 +59,7 @@ async def _whole(request: Request, generation: Generation, reply: Reply, measure
             deltas.append(delta)
         return deltas
 
-    deltas = await unless_left(request.receive, collect())
+    deltas = await client(request.scope).unless_left(collect())
     num_entries = sum(map(reply.num_entries, deltas))
     body = reply.whole(deltas) if num_entries <= INLINE_ENTRIES else await asyncio.to_thread(reply.whole, deltas)
     response = Response(body, media_type="application/json")
@@ -70,11 +70,12 @@ async def _whole(request: Request, generation: Generation, reply: Reply, measure
 async def _streamed(request: Request, generation: Generation, reply: Reply, measure: RequestMeasure) -> Response:
     async def first() -> Delta | None:
         try:
-            return await asyncio.wait_for(generation.next(), KEEP_ALIVE_S)
+            async with asyncio.timeout(KEEP_ALIVE_S):
+                return await generation.next()
         except TimeoutError:
             return None
 
-    delta = await unless_left(request.receive, first())
+    delta = await client(request.scope).unless_left(first())
 
     async def produce(writer: Writer) -> None:
         async def send(delta: Delta) -> None:

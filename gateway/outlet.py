@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import orjson
 
+from gateway.client import Writer
 from gateway.measures import RequestMeasure
 from gateway.replies import Reply
-from gateway.sse import Writer
 from gateway.stream import Choice
 
 

@@ -11,8 +11,8 @@ from typing import cast
 
 from starlette.requests import Request
 
+from gateway.client import client
 from gateway.errors import BadRequest, Unavailable
-from gateway.leaving import unless_left
 from gateway.measures import Measures
 from gateway.preparation import Call
 from gateway.resume import Dispatcher
@@ -58,7 +58,7 @@ class Service:
         try:
             return self.router.serving(model)
         except Unavailable:
-            return await unless_left(request.receive, self.dispatcher.await_serving(model))
+            return await client(request.scope).unless_left(self.dispatcher.await_serving(model))
         finally:
             request.state.waited_s = time.monotonic() - began
 

@@ -16,8 +16,8 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from gateway.client import Client
 from gateway.http1 import Http1Protocol
-from gateway.sse import WRITER
 
 #: Heads of the chunks that most events are, made once.
 _CHUNK_HEADS = [b"%x\r\n" % size for size in range(1024)]
@@ -109,7 +109,7 @@ class TurnTransport(asyncio.Transport):
 
 
 class BodyWriter:
-    """A `gateway.sse.Writer`: pieces of a response's body, in chunks but for HTTP/1.0.
+    """A `gateway.client.Writer`: pieces of a response's body, in chunks but for HTTP/1.0.
 
     What uvicorn's `send` does with a piece, without a message and a coroutine for each.
     """
@@ -142,14 +142,21 @@ def batching_protocol(request_timeout_s: float) -> type[Http1Protocol]:
     turn = Turn()
 
     class BatchingProtocol(Http1Protocol):
+        _client: Client | None = None  # of the last request
+
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             self.request_timeout_s = request_timeout_s
             super().connection_made(TurnTransport(transport, turn, self.loop))
 
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            if self._client is not None:
+                self._client.left()
+
         def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
             chunked = cycle.scope["http_version"] != "1.0"
-            writer = BodyWriter(self.flow, self.transport, chunked=chunked)
-            cycle.scope["extensions"] = {WRITER: {"writer": writer}}
+            self._client = Client(BodyWriter(self.flow, self.transport, chunked=chunked))
+            cycle.scope["extensions"] = self._client.extensions()
             super()._start_asgi_task(cycle, app)
 
     return BatchingProtocol

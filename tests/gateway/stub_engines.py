@@ -16,16 +16,16 @@ from typing import cast
 import httpx
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.app import Access, create_app
+from gateway.client import Client
 from gateway.errors import GatewayError, ModelNotFound, Unavailable
 from gateway.generation import Generation
 from gateway.measures import Measures
 from gateway.resume import Dispatcher
 from gateway.router import Router
 from gateway.service import Service
-from gateway.sse import WRITER
 from gateway.stream import Choice, GenerationRequest
 from gateway.texts import ModelText, Texts
 from protocol import bundle, metrics
@@ -191,15 +191,32 @@ class SendWriter:
         self._sending = None
 
 
-class OfferWriter:
-    """Offers a Writer with each request, as the gateway's own server does."""
+class OfferClient:
+    """Offers the client of each request, as the gateway's own server does. It leaves when `receive` says so."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("extensions", {})[WRITER] = {"writer": SendWriter(send)}
-        await self._app(scope, receive, send)
+        client, watching = Client(SendWriter(send)), set[asyncio.Task[None]]()
+        scope["extensions"] = client.extensions()
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            client.left()
+
+        async def receive_and_watch() -> Message:
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body"):
+                watching.add(asyncio.create_task(watch()))
+            return message
+
+        try:
+            await self._app(scope, receive_and_watch, send)
+        finally:
+            for task in watching:
+                task.cancel()
 
 
 class StubGateway:
@@ -227,7 +244,7 @@ class StubGateway:
             allow_unknown_fields=self.allow_unknown_fields,
         )
         app = create_app(service, registry, self.access)
-        app.add_middleware(OfferWriter)
+        app.add_middleware(OfferClient)
         return app
 
     @asynccontextmanager

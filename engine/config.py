@@ -91,8 +91,9 @@ class EngineConfig(Settings):
     )
     kv_cache_dtype: Literal["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"] = Field(
         "auto",
-        description="Type of the KV pool: auto is that of activations, or fp8 on a CPU where the checkpoint has a "
-        "kv_cache_scheme. fp8 is fp8_e4m3, takes half of bfloat16's memory and the model's scales; on a CPU alone.",
+        description="Type of the KV pool: auto is that of activations, or fp8 where the checkpoint has a "
+        "kv_cache_scheme. fp8 is fp8_e4m3, takes half of bfloat16's memory and the model's scales; a GPU has it from "
+        "compute capability 8.9 on.",
     )
     max_model_len: int | None = Field(
         None, ge=1, description="Longest sequence, prompt and answer, in tokens; the model's own context if not given."
@@ -184,20 +185,20 @@ class Resolved:
     public_name: str
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_prefill_tokens: int  # of a step in which others decode
     enable_prefix_caching: bool
     hang_timeout_ms: int
     info: ModelInfo
 
 
-    max_num_prefill_tokens: int  # of a step in which others decode
 def resolve(config: EngineConfig, info: ModelInfo) -> Resolved:
     """What was asked, with what the backend found."""
     return Resolved(
         public_name=config.public_name,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_prefill_tokens=config.max_num_prefill_tokens or info.prefill_tokens or config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching and info.prefix_caching,
         hang_timeout_ms=round(config.hang_timeout * 1000),
         info=info,
     )
-        max_num_prefill_tokens=config.max_num_prefill_tokens or info.prefill_tokens or config.max_num_batched_tokens,

@@ -30,7 +30,7 @@ from engine.models.config import ConfigFields
 from engine.models.decoder import Decoder
 from engine.models.spec import Family, ModelSpec
 from engine.plan import ModelInfo, Progress, StepPlan, StepResult
-from engine.preflight.devices import USE_HALF, lacks_bfloat16
+from engine.preflight.devices import USE_HALF, lacks_bfloat16, lacks_fp8
 from engine.quant import UNUSED, LinearMethod, method_of
 from engine.quant.kv_cache import read_kv_scales
 
@@ -141,7 +141,11 @@ class TorchRunner:
         active = torch.float32 if stored is torch.float16 and device.type == "cpu" else stored
         context_length = _context_length(config.max_model_len, spec)
         kv_dtype = kv_cache_dtype(
-            config.kv_cache_dtype, source.quantization, active=_name(active), on_cpu=device.type == "cpu"
+            config.kv_cache_dtype,
+            source.quantization,
+            active=_name(active),
+            on_cpu=device.type == "cpu",
+            lacks_fp8=None if device.type == "cpu" else lacks_fp8(*_describe(device)),
         )
         build = _Build(
             *(config, source, device),
@@ -165,9 +169,9 @@ class TorchRunner:
             eos_ids=source.eos_ids,
             generation_defaults=source.generation_defaults,
             bundle=source.tokenizer,
+            prefill_tokens=prefill_tokens,
         )
 
-            prefill_tokens=prefill_tokens,
     def launch(self, plan: StepPlan) -> None:
         self._loaded().launch(plan)
 
@@ -216,6 +220,7 @@ class _Build:
             spec,
             device=self.device,
             dtype=self.active,
+            kv_dtype=self.kv_dtype,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_tokens=config.max_num_batched_tokens,
@@ -232,6 +237,7 @@ class _Build:
         kv = self._plan_kv(memory_bytes)
         progress("capturing graphs", 0, 0)
         settings = GpuSettings(
+            dtype=self.active,
             max_num_seqs=config.max_num_seqs,
             max_num_tokens=config.max_num_batched_tokens,
             context_length=self.context_length,
@@ -310,11 +316,15 @@ def _start(config: RunnerConfig, dtype: torch.dtype) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", torch.cuda.current_device())
     if dtype is torch.bfloat16:
-        lacking = lacks_bfloat16(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+        lacking = lacks_bfloat16(*_describe(device))
         if lacking is not None:
             raise ModelError(f"{lacking} {USE_HALF}")
     kernels.start_gpu(device, dtype, config.cache_dir / "kernels", reproducible=config.reproducible)
     return device
+
+
+def _describe(device: torch.device) -> tuple[str, tuple[int, int]]:
+    return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
 
 
 def _start_cpu(config: RunnerConfig) -> None:

@@ -76,12 +76,13 @@ def measure_worst_step(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     block_size: int,
     max_num_seqs: int,
     max_num_tokens: int,
 ) -> WorstStep:
-    """Runs it twice: kernels are compiled in the first. `dtype` is the pool's."""
-    caches = KVLayout(1, block_size, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype).allocate(device)
+    """Runs it twice: kernels are compiled in the first. `dtype` is that of activations."""
+    caches = KVLayout(1, block_size, spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype).allocate(device)
     tile = kernels.query_tile(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype)
     starts = torch.arange(0, max_num_tokens, tile, dtype=torch.int32)
     tiles = torch.stack((starts, torch.full_like(starts, tile).minimum(max_num_tokens - starts)), dim=1)

@@ -35,8 +35,9 @@ _NONE_ALLOWED = "allowed_token_ids, bad_words, logit_bias and min_tokens togethe
 
 @dataclass(frozen=True, slots=True)
 class GpuSettings:
-    """What a runner is built for."""
+    """What a runner is built for. `dtype` is that of activations."""
 
+    dtype: torch.dtype
     max_num_seqs: int
     max_num_tokens: int
     context_length: int
@@ -69,7 +70,7 @@ class GpuRunner:
             max_blocks=-(-settings.context_length // kv.block_size),
             block_size=kv.block_size,
             num_kv_heads=spec.num_kv_heads,
-            query_tile=kernels.query_tile(spec.num_heads, spec.num_kv_heads, spec.head_dim, kv.dtype),
+            query_tile=kernels.query_tile(spec.num_heads, spec.num_kv_heads, spec.head_dim, settings.dtype),
         )
         self._inputs = GpuInputs(limits, depth=MAX_IN_FLIGHT, device=settings.device, fill_rows=self._sampler.fill_rows)
         self._launched: deque[_InFlight] = deque()

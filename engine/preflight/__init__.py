@@ -22,7 +22,7 @@ from engine.models import FAMILIES, family_of
 from engine.models.config import ConfigFields
 from engine.models.layout import layout_of
 from engine.models.spec import Family, ModelSpec
-from engine.preflight.devices import USE_HALF, lacks_bfloat16
+from engine.preflight.devices import USE_HALF, lacks_bfloat16, lacks_fp8
 from engine.preflight.files import check_files
 from engine.preflight.memory import active_dtype, check_parallel, plan_memory
 from engine.preflight.quantization import check_quantization
@@ -119,12 +119,14 @@ def _dtype(spec: ModelSpec, wanted: Wanted, entries: Mapping[str, TensorEntry], 
 def _kv_dtype(folder: ModelFolder, dtype: str, wanted: Wanted, report: Report) -> str:
     """The pool's type. Whether an engine with --device auto has a GPU is not known here; then it is not judged."""
     active = active_dtype(dtype, wanted.device)
-    on_cpu = wanted.device.kind == "cpu" or wanted.device.memory is None
+    device = wanted.device
+    on_cpu = device.kind == "cpu" or device.memory is None
+    lacking = None if device.capability is None else lacks_fp8(device.name, device.capability)
     quantization = None
     with suppress(ModelError):  # reported with the weights
         quantization = read_quantization(folder, None)
     try:
-        found = kv_cache_dtype(wanted.kv_cache_dtype, quantization, active=active, on_cpu=on_cpu)
+        found = kv_cache_dtype(wanted.kv_cache_dtype, quantization, active=active, on_cpu=on_cpu, lacks_fp8=lacking)
     except ModelError as error:
         report.problem("KV cache", str(error))
         return active

@@ -11,6 +11,9 @@ _QUERY_S = 5.0
 #: The first GPUs that compute bfloat16 (Ampere).
 _BFLOAT16_SINCE = (8, 0)
 
+#: The first that convert FP8 (Ada).
+_FP8_SINCE = (8, 9)
+
 #: What to do where there is no bfloat16.
 USE_HALF = "Use --dtype float16."
 
@@ -28,10 +31,19 @@ class Device:
 
 def lacks_bfloat16(name: str, capability: tuple[int, int]) -> str | None:
     """What is wrong with bfloat16 on this GPU, one before Ampere; None where nothing is."""
-    if capability >= _BFLOAT16_SINCE:
+    return _lacks("bfloat16", _BFLOAT16_SINCE, name, capability)
+
+
+def lacks_fp8(name: str, capability: tuple[int, int]) -> str | None:
+    """What is wrong with FP8 on this GPU, one before Ada; None where nothing is."""
+    return _lacks("FP8", _FP8_SINCE, name, capability)
+
+
+def _lacks(dtype: str, since: tuple[int, int], name: str, capability: tuple[int, int]) -> str | None:
+    if capability >= since:
         return None
     return (
-        f"bfloat16 needs a GPU of compute capability {_BFLOAT16_SINCE[0]}.{_BFLOAT16_SINCE[1]} or more; {name} has "
+        f"{dtype} needs a GPU of compute capability {since[0]}.{since[1]} or more; {name} has "
         f"{capability[0]}.{capability[1]}."
     )
 

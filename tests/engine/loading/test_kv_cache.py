@@ -18,12 +18,14 @@ def made_for_fp8(**change: object) -> Quantization:
     [
         ("auto", True, False, "bfloat16"),
         ("auto", True, True, "fp8"),
-        ("auto", False, True, "bfloat16"),
+        ("auto", False, True, "fp8"),
         ("bfloat16", True, True, "bfloat16"),
         ("float16", True, False, "float16"),
         ("bfloat16", False, False, "bfloat16"),
         ("fp8", True, False, "fp8"),
         ("fp8_e4m3", True, True, "fp8"),
+        ("fp8", False, False, "fp8"),
+        ("fp8_e4m3", False, True, "fp8"),
     ],
 )
 def test_what_is_asked(asked: str, on_cpu: bool, fp8_checkpoint: bool, expected: str) -> None:
@@ -38,12 +40,17 @@ def test_autofp8s_word_for_it() -> None:
     assert kv_cache_dtype("auto", quantization, active="bfloat16", on_cpu=True) == "fp8"
 
 
-@pytest.mark.parametrize("asked", ["fp8", "fp8_e4m3", "float16"])
-def test_on_a_gpu(asked: str) -> None:
-    with pytest.raises(
-        ModelError, match=rf"--kv-cache-dtype {asked[:3]}.*type of activations, bfloat16\. Leave it out"
-    ):
-        kv_cache_dtype(asked, None, active="bfloat16", on_cpu=False)
+def test_another_type_on_a_gpu() -> None:
+    with pytest.raises(ModelError, match=r"dtype float16: .*type of activations, bfloat16, or fp8\. Leave it out"):
+        kv_cache_dtype("float16", None, active="bfloat16", on_cpu=False)
+
+
+@pytest.mark.parametrize("asked", ["fp8", "fp8_e4m3"])
+def test_a_gpu_without_fp8(asked: str) -> None:
+    lacking = "FP8 needs a GPU of compute capability 8.9 or more; A100 has 8.0."
+    assert kv_cache_dtype("auto", made_for_fp8(), active="bfloat16", on_cpu=False, lacks_fp8=lacking) == "bfloat16"
+    with pytest.raises(ModelError, match=rf"^--kv-cache-dtype fp8: {lacking} Leave it out, or use --device cpu\.$"):
+        kv_cache_dtype(asked, None, active="bfloat16", on_cpu=False, lacks_fp8=lacking)
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,9 @@ class BlockPool:
     def num_cached(self) -> int:
         return len(self._cached)
 
-    def is_idle(self, block: int) -> bool:
-        """Whether nobody holds the block, so that `acquire` takes one from `num_available`."""
-        return self._refs[block] == 0
+    def count_idle(self, blocks: Sequence[int]) -> int:
+        """How many of `blocks` nobody holds, so that `acquire` takes them from `num_available`."""
+        return [self._refs[block] for block in blocks].count(0)
 
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` blocks with one reference each: free ones, then the longest cached ones.
@@ -61,11 +61,13 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def acquire(self, block: int) -> None:
-        """Add a reference to a cached block, or to one that another request holds."""
-        if self._refs[block] == 0:
-            del self._cached[block]
-        self._refs[block] += 1
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """Add a reference to each of `blocks`, cached ones or ones that other requests hold."""
+        refs, cached = self._refs, self._cached
+        for block in blocks:
+            if refs[block] == 0:
+                del cached[block]
+            refs[block] += 1
 
     def keep(self, block: int) -> None:
         """From now on the block is cached, not freed, when its last reference goes."""
@@ -77,14 +79,15 @@ class BlockPool:
 
         So the tail of a sequence is evicted before its head, without which it could not be found.
         """
+        refs, keep, cached, free = self._refs, self._keep, self._cached, self._free
         for block in reversed(blocks):
-            assert self._refs[block] > 0, f"block {block} is released once too often"
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                if self._keep[block]:
-                    self._cached[block] = None
+            assert refs[block] > 0, f"block {block} is released once too often"
+            refs[block] -= 1
+            if refs[block] == 0:
+                if keep[block]:
+                    cached[block] = None
                 else:
-                    self._free.append(block)
+                    free.append(block)
 
     def check(self, owned: Iterable[Sequence[int]]) -> None:
         """Assert that the blocks of all requests (`owned`), the free and the cached ones are all there are."""

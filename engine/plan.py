@@ -48,7 +48,9 @@ class PlanEntry:
 
     `ids` are the token ids at those positions; one id short (`len(ids) == count - 1`) when the
     last one is what the step before sampled for this slot, which the host has not read yet.
-    `new_blocks` are appended to the slot's block table (emptied by a SlotState) before the step.
+    `new_blocks` are appended to the slot's block table (emptied by a SlotState) before the step. They may
+    hold positions before `start`, and the first position computed as well: what is written there is what
+    others may be reading.
     With `sample`, the token at position `start + count` is sampled; its number among the
     generated ones is `start + count - len(prompt_ids)`. All of `scoring` follows from hidden states
     of this entry.

@@ -129,8 +129,7 @@ class Request:
     def extend_hashes(self, block_size: int) -> None:
         """Let `hashes` name all full blocks of the known tokens: block i by `hashes[i + 1]`, after the root."""
         hashes = self.hashes
-        for start in range((len(hashes) - 1) * block_size, len(self.ids) - block_size + 1, block_size):
-            hashes.append(hashing.extend(hashes[-1], self.ids[start : start + block_size]))
+        hashes += hashing.chain(self.ids[(len(hashes) - 1) * block_size :], block_size, hashes[-1])
 
     def slot_state(self) -> SlotState:
         """What a runner has to know as the request enters its slot."""

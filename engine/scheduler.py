@@ -14,38 +14,14 @@ import heapq
 import math
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass
 
 from engine.config import Resolved
 from engine.events import Ended, Entered, Event, Sampled, Scored
 from engine.plan import PlanEntry, Scoring, SlotState, StepPlan, StepResult
 from engine.prefix import PrefixCache
 from engine.request import Request, RequestKey, RequestState
-from protocol.messages import Admitted, ErrorCode, Failure, FinishReason, Logprobs, Submit, Totals
-
-
-@dataclass(slots=True)
-class Counts:
-    """Running sums behind `Totals`. Prefix queries and hits are in tokens."""
-
-    generated: int = 0
-    prompt: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    preemptions: int = 0
-    aborted: int = 0
-    finished: int = 0
-
-    def totals(self) -> Totals:
-        return Totals(
-            self.generated,
-            self.prompt,
-            self.prefix_queries,
-            self.prefix_hits,
-            self.preemptions,
-            self.aborted,
-            self.finished,
-        )
+from engine.status import Counts
+from protocol.messages import Admitted, ErrorCode, Failure, FinishReason, Logprobs, Submit
 
 
 class Scheduler:
@@ -255,31 +231,37 @@ class Scheduler:
     def _enter(self, request: Request, now: float) -> bool:
         """Give a waiting request a slot and blocks for all it has to compute, if there are enough."""
         size, num_to_compute = self._block_size, request.num_to_compute
-        hits: list[int] = []
-        if self._prefix_caching:
-            request.extend_hashes(size)
-            # The last known token is always computed: its hidden state gives the next one. And so is all
-            # from the first wanted logprob on, which hangs on the hidden state before it.
-            most = (num_to_compute if request.is_scored else request.next_scored) - 1
-            hits = self._prefix.match(request.hashes[1 : 1 + most // size])
+        hits = self._cached_blocks(request) if self._prefix_caching else []
         num_new = -(-num_to_compute // size) - len(hits)
-        num_idle_hits = sum(map(self._pool.is_idle, hits))
+        num_idle_hits = self._pool.count_idle(hits)
         # A spare block for each running request, which may need it in the next steps: without it a
         # newcomer is often preempted as soon as it has entered.
         if num_new + num_idle_hits + len(self._running) > self._pool.num_available:
             return False
-        for block in hits:
-            self._pool.acquire(block)
+        self._pool.acquire(hits)
         request.blocks = hits + self._pool.allocate(num_new)
         request.num_told = 0
         request.slot = self._slots.pop()
         request.state = RequestState.RUNNING
-        request.num_planned = request.num_computed = len(hits) * size
+        # Of a prompt that is cached to its end the last token alone is computed, anew: what it writes to its
+        # block, which others may be reading, is there already.
+        request.num_planned = request.num_computed = min(len(hits) * size, num_to_compute - 1)
         self._waiting.remove(request)
         insort(self._running, request, key=_order)
         if request.num_cached is None:
             self._count_entry(request, now)
         return True
+
+    def _cached_blocks(self, request: Request) -> list[int]:
+        """The cached blocks that a request enters with, not yet acquired.
+
+        Its last known token is always computed, since its hidden state gives the next one; and so is all from
+        the first wanted logprob on, which hangs on the hidden state before it, into blocks of its own.
+        """
+        size = self._block_size
+        request.extend_hashes(size)
+        most = request.num_to_compute if request.is_scored else request.next_scored - 1
+        return self._prefix.match(request.hashes[1 : 1 + most // size])
 
     def _count_entry(self, request: Request, now: float) -> None:
         request.num_cached = min(request.num_computed, request.num_prompt)

@@ -28,6 +28,30 @@ class Status:
     totals: Totals = field(default_factory=Totals)
 
 
+@dataclass(slots=True)
+class Counts:
+    """Running sums behind `Totals`. Prefix queries and hits are in tokens."""
+
+    generated: int = 0
+    prompt: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    aborted: int = 0
+    finished: int = 0
+
+    def totals(self) -> Totals:
+        return Totals(
+            self.generated,
+            self.prompt,
+            self.prefix_queries,
+            self.prefix_hits,
+            self.preemptions,
+            self.aborted,
+            self.finished,
+        )
+
+
 class LongestStep:
     """The longest step of the last five minutes, in constant memory."""
 

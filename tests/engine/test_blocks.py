@@ -34,13 +34,13 @@ def test_blocks_go_out_once_and_come_back():
 def test_a_shared_block_is_free_when_its_last_holder_lets_go():
     blocks, _ = pool(2)
     (block,) = blocks.allocate(1)
-    blocks.acquire(block)
+    blocks.acquire([block])
     blocks.release([block])
     assert blocks.num_available == 1
-    assert not blocks.is_idle(block)
+    assert not blocks.count_idle([block])
     blocks.release([block])
     assert blocks.num_available == 2
-    assert blocks.is_idle(block)
+    assert blocks.count_idle([block])
 
 
 def test_kept_blocks_are_cached_and_the_tail_of_a_sequence_is_evicted_first():
@@ -64,7 +64,7 @@ def test_a_cached_block_that_is_acquired_cannot_be_evicted():
     for block in held:
         blocks.keep(block)
     blocks.release(held)
-    blocks.acquire(held[1])
+    blocks.acquire([held[1]])
     assert blocks.num_available == 1
     assert blocks.allocate(1) == [held[0]]
     assert evicted == [held[0]]

@@ -95,7 +95,7 @@ def test_lower_priority_values_go_first_then_resumed_then_the_order_of_arrival()
 
 
 @DEPTHS
-def test_a_prefix_hit_is_counted_and_never_covers_the_last_known_token(depth):
+def test_a_prefix_hit_is_counted_and_covers_all_but_the_last_known_token(depth):
     driver = Driver(fake_depth=depth)
     driver.add(submit(1, b"x" * 48, max_tokens=1))
     driver.run()
@@ -103,11 +103,26 @@ def test_a_prefix_hit_is_counted_and_never_covers_the_last_known_token(depth):
     driver.add(submit(3, b"x" * 49, max_tokens=1))
     driver.run()
     second, third = driver.heard[OWNER, 2], driver.heard[OWNER, 3]
-    assert [h.entered[0].message.cached_tokens for h in (second, third)] == [32, 48]
-    assert [h.finished[0].num_cached for h in (second, third)] == [32, 48]
+    assert [h.entered[0].message.cached_tokens for h in (second, third)] == [47, 48]
+    assert [h.finished[0].num_cached for h in (second, third)] == [47, 48]
     assert driver.plans[-1].entries[-1].start == 48
     totals = driver.scheduler.counts.totals()
-    assert (totals.prompt, totals.prefix_queries, totals.prefix_hits) == (145, 145, 80)
+    assert (totals.prompt, totals.prefix_queries, totals.prefix_hits) == (145, 145, 95)
+
+
+@DEPTHS
+def test_the_last_token_is_computed_into_a_block_that_another_request_reads(depth):
+    driver = Driver(fake_depth=depth)
+    first = driver.add(submit(1, b"x" * 48, max_tokens=20))
+    driver.turn()
+    driver.turn()
+    second = driver.add(submit(2, b"x" * 48, max_tokens=20))
+    driver.run()
+    assert second.entered[0].message.cached_tokens == 47
+    entry = next(entry for plan in driver.plans[1:] for entry in plan.entries if entry.slot and entry.new_blocks)
+    assert (entry.start, entry.count, entry.new_blocks) == (47, 1, driver.plans[0].entries[0].new_blocks)
+    for number, heard in ((1, first), (2, second)):
+        assert heard.tokens == list(alone(submit(number, b"x" * 48, max_tokens=20)))
 
 
 def test_generated_tokens_are_cached_too():
@@ -122,7 +137,7 @@ def test_generated_tokens_are_cached_too():
 def test_salts_do_not_share():
     driver = Driver()
     heard = one_after_another(driver, *(submit(i, b"x" * 64, max_tokens=4, salt=salt) for i, salt in enumerate("aab")))
-    assert [h.entered[0].message.cached_tokens for h in heard] == [0, 48, 0]
+    assert [h.entered[0].message.cached_tokens for h in heard] == [0, 63, 0]
     assert heard[0].tokens == heard[1].tokens == heard[2].tokens
 
 

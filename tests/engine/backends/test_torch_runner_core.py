@@ -76,7 +76,7 @@ def test_a_prefix_hit_changes_nothing(tiny_models: Path, submits: list[Submit], 
     again = loop.run(submits)
     same(again, alone)
     assert {handle: answer.num_cached for handle, answer in again.items()} == {
-        number: 0 if number % 2 else (length - 1) // 16 * 16 for number, length in enumerate(PROMPT_LENGTHS)
+        number: 0 if number % 2 else min(length // 16 * 16, length - 1) for number, length in enumerate(PROMPT_LENGTHS)
     }
 
 

@@ -5,6 +5,10 @@ Pure functions of the Submit and the resolved settings; credit is `engine.accoun
 
 from __future__ import annotations
 
+from array import array
+
+import numpy as np
+
 from engine.config import Resolved
 from protocol.messages import ErrorCode, Failure, Pooling, Submit
 from protocol.sampling import SamplingError
@@ -44,14 +48,19 @@ def _other_model(submit: Submit, resolved: Resolved) -> Failure | None:
 
 def _ids_outside(submit: Submit, vocab_size: int) -> Failure | None:
     for name, ids in (("prompt_ids", submit.prompt_ids), ("generated_ids", submit.generated_ids)):
-        if ids and max(ids) >= vocab_size:
-            text = f"{name}: token id {max(ids)} is outside the vocabulary of {vocab_size}."
+        if ids and (highest := _highest(ids)) >= vocab_size:
+            text = f"{name}: token id {highest} is outside the vocabulary of {vocab_size}."
             return Failure(ErrorCode.BAD_REQUEST, text)
     try:
         submit.sampling.validate(vocab_size)
     except SamplingError as error:
         return Failure(ErrorCode.BAD_REQUEST, str(error))
     return None
+
+
+def _highest(ids: array[int]) -> int:
+    """The largest of u32 ids: `max` makes an object of each, 25 ns a piece on the thread that reads frames."""
+    return int(np.frombuffer(ids, np.uint32).max())
 
 
 def _too_long(submit: Submit, resolved: Resolved) -> Failure | None:

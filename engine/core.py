@@ -69,8 +69,8 @@ class EngineCore:
         if busy and (plan is None or len(self._in_flight) == self._runner.max_in_flight):
             self._collect()
         elif events := self.scheduler.take_events():
-            self._metrics.observe_events(events, now)
             self._deliver(to_messages(self.scheduler.num_steps, events, None))
+            self._metrics.observe_events(events, now)
         assert busy or not self.scheduler.has_requests, "there are requests, and nothing runs"
         if arrived and not busy:
             self._publish(now)
@@ -81,14 +81,15 @@ class EngineCore:
         result = self._runner.collect()
         plan, launched = self._in_flight.popleft()
         now = time.monotonic()
+        events = self.scheduler.commit(plan, result)
+        # First of all: the I/O thread wakes while the rest is done.
+        self._deliver(to_messages(plan.step, events, result))
         # With two in flight a step begins on the device when the one before is done.
         self._longest.add(now, now - max(launched, self._last_commit))
-        self._metrics.observe_step(plan.num_tokens, now - launched)
         self._last_commit = now
-        events = self.scheduler.commit(plan, result)
+        self._metrics.observe_step(plan.num_tokens, now - launched)
         self._metrics.observe_events(events, now)
         self._publish(now)
-        self._deliver(to_messages(plan.step, events, result))
 
     def _drain_inbox(self, now: float) -> bool:
         arrivals = self._inbox.take()

@@ -148,12 +148,10 @@ class LLM:
             log_level=log_level,
             drain_timeout=0,  # whoever closes it waits for nothing
         )
-        self._seed = seed
-        self._numbers = count()
-        folder = Path(cache_dir or default_cache_dir())
-        self._engine = OfflineEngine(flags, folder, ProgressBar(wanted=use_tqdm_on_load))
-        # Also when it is forgotten, and when the interpreter ends.
-        self._finalizer = weakref.finalize(self, self._engine.close)
+        self._seed, self._numbers = seed, count()
+        folder, progress = Path(cache_dir or default_cache_dir()), ProgressBar(wanted=use_tqdm_on_load)
+        self._engine = OfflineEngine(flags, folder, progress)
+        self._finalizer = weakref.finalize(self, self._engine.close)  # also when it is forgotten, or Python ends
 
     def close(self) -> None:
         """End the engine process. What still generates in another thread raises EngineError."""

@@ -16,9 +16,12 @@ from kernels.gpu.prefill import attend_tiles
 from kernels.gpu.rope import rope_write_
 
 if TYPE_CHECKING:
-    from kernels.attention import AttentionBatch, HeadNorms
+    from kernels.attention import AttentionBatch, HeadNorms, TileSchedule
     from kernels.kv_cache import KVScales
 
+
+#: Up to this many rows of single tokens are spread finer where bits may depend on it.
+_FEW_ROWS = 4
 
 def rotate_and_attend(
     qkv: Tensor,
@@ -44,12 +47,8 @@ def rotate_and_attend(
     """
     num_rows = qkv.shape[0]
     _, num_kv_heads, _, head_dim = v_cache.shape
-    schedule = batch.schedule
     assert schedule is not None, "a batch on a GPU comes with its tiles"
-    assert k_cache.transpose(2, 3).is_contiguous()
-    assert v_cache.is_contiguous()
-    assert qkv.stride(1) == 1
-    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
+    _check_layout(qkv, k_cache, v_cache, num_heads)
     out = torch.empty(num_rows, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     scale, cap = _exponents(scale * scales.key, soft_cap)
     if norms is not None:
@@ -61,11 +60,11 @@ def rotate_and_attend(
         first_row=min(schedule.num_single, num_rows),
         scales=scales,
     )
-    row_split = in_force().row_split or split
+    row_split, max_splits = _row_splits(schedule, split)
     attend_rows(
         *(qkv, table, k_cache, v_cache, *where, schedule.arrivals, out),
         num_rows=schedule.num_single,
-        max_splits=triton.cdiv(schedule.max_splits * split, row_split),
+        max_splits=max_splits,
         scale=scale,
         cap=cap,
         scales=scales,
@@ -91,3 +90,19 @@ def _exponents(scale: float, soft_cap: float) -> tuple[float, float]:
     if soft_cap > 0:
         return 2.0 * scale / soft_cap * math.log2(math.e), soft_cap * math.log2(math.e)
     return scale * math.log2(math.e), 0.0
+def _check_layout(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, num_heads: int) -> None:
+    _, num_kv_heads, _, head_dim = v_cache.shape
+    assert k_cache.transpose(2, 3).is_contiguous()
+    assert v_cache.is_contiguous()
+    assert qkv.stride(1) == 1
+    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
+
+
+def _row_splits(schedule: TileSchedule, split: int) -> tuple[int, int]:
+    """Positions in a split of a single token's context, and how many of them there are at most."""
+    chosen = in_force().row_split
+    if chosen is None or schedule.num_single > _FEW_ROWS:
+        return split, schedule.max_splits
+    return chosen, triton.cdiv(schedule.max_splits * split, chosen)
+
+

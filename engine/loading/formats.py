@@ -33,6 +33,16 @@ class TensorEntry:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes of a file, from `start` on, that are a tensor of `dtype` (safetensors' name) as it lies in memory."""
+
+    file: Path
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
 #: A part of a tensor: which indices of each dimension, without gaps.
 Region = tuple[range, ...]
 
@@ -45,6 +55,10 @@ class WeightFile(Protocol):
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """The tensor or a part of it, in memory of its own, as the file has it."""
+        ...
+
+    def extent(self, name: str, region: Region | None = None) -> Extent | None:
+        """Where the file holds what `read` answers; None unless it does so in one piece. Raises what `read` raises."""
         ...
 
     def header(self) -> bytes:
@@ -76,6 +90,10 @@ class Checkpoint:
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """The tensor, or a part of it alone, copied out of its file, in the file's dtype."""
         return self._opened[self.entries[name].file].read(name, region)
+
+    def extent(self, name: str, region: Region | None = None) -> Extent | None:
+        """Where a file holds what `read` answers; None unless it does so in one piece."""
+        return self._opened[self.entries[name].file].extent(name, region)
 
     def header(self, file: Path) -> bytes:
         """What names and describes the tensors of one of `files`."""

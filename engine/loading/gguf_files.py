@@ -17,7 +17,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from engine.loading.formats import Region, TensorEntry, slices
+from engine.loading.formats import Extent, Region, TensorEntry, slices
 from engine.loading.store import ModelError, ModelFolder
 
 if TYPE_CHECKING:
@@ -102,6 +102,10 @@ class GGUFFile:
         if self._architecture in _NORMS_PLUS_ONE and "norm" in name:
             tensor = tensor - 1
         return tensor if region is None else tensor[slices(region)].contiguous()
+
+    def extent(self, name: str, region: Region | None = None) -> Extent | None:
+        del name, region  # what is read is computed
+        return None
 
     def header(self) -> bytes:
         described = {name: [int(tensor.tensor_type), tensor.shape.tolist()] for name, tensor in self._tensors.items()}

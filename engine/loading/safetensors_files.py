@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.loading.formats import Region, read_header, tensors_with_starts
+from engine.loading.formats import Extent, Region, read_header, tensors_with_starts
 from engine.loading.store import ModelError
 
 #: The format's names of types.
@@ -67,6 +67,26 @@ class SafetensorsFile:
         """The tensor `name`, or of a matrix or vector a part alone. Raises ModelError when it cannot be read, or is of
         a type that torch has not.
         """
+        dtype, shape, starts = self._found(name, region)
+        memory = _memory(math.prod(shape) * dtype.itemsize)
+        try:
+            self._read_into(memoryview(memory), starts)
+        except OSError as error:
+            raise ModelError(f"{self._file} cannot be read: {error.strerror}.") from error
+        return torch.frombuffer(memory, dtype=dtype).view(shape) if memory else torch.empty(shape, dtype=dtype)
+
+    def extent(self, name: str, region: Region | None = None) -> Extent | None:
+        """Where the file holds what `read` answers; None unless it does so in one piece. Raises ModelError for a type
+        that torch has not.
+        """
+        _, shape, starts = self._found(name, region)
+        return Extent(self._file, starts[0], self.entries[name].dtype, shape) if len(starts) == 1 else None
+
+    def header(self) -> bytes:
+        return read_header(self._file)
+
+    def _found(self, name: str, region: Region | None) -> tuple[torch.dtype, tuple[int, ...], Sequence[int]]:
+        """Type and shape of a tensor or a part of it, and the bytes of the file at which its runs begin."""
         entry, start = self.entries[name], self._starts[name]
         dtype = DTYPES.get(entry.dtype)
         if dtype is None:
@@ -77,16 +97,7 @@ class SafetensorsFile:
                 f"{entry.num_bytes} bytes."
             )
         shape = entry.shape if region is None else tuple(len(part) for part in region)
-        memory = _memory(math.prod(shape) * dtype.itemsize)
-        try:
-            starts = [start + dtype.itemsize * first for first in _runs(entry.shape, region)]
-            self._read_into(memoryview(memory), starts)
-        except OSError as error:
-            raise ModelError(f"{self._file} cannot be read: {error.strerror}.") from error
-        return torch.frombuffer(memory, dtype=dtype).view(shape) if memory else torch.empty(shape, dtype=dtype)
-
-    def header(self) -> bytes:
-        return read_header(self._file)
+        return dtype, shape, [start + dtype.itemsize * first for first in _runs(entry.shape, region)]
 
     def _read_into(self, memory: memoryview, starts: Sequence[int]) -> None:
         """Fill `memory` with runs of equal length from `starts` on.
@@ -100,12 +111,17 @@ class SafetensorsFile:
             for number, start in enumerate(starts):
                 for piece in range(start, start + length, _PIECE_BYTES) if length > _PIECE_BYTES else ():
                     os.posix_fadvise(stream.fileno(), piece, _PIECE_BYTES, os.POSIX_FADV_WILLNEED)
-                run, done = memory[number * length : (number + 1) * length], 0
-                while done < length:
-                    count = os.preadv(stream.fileno(), [run[done:]], start + done)
-                    if count == 0:
-                        raise ModelError(f"{self._file} was cut while it was read. Fetch the file again.")
-                    done += count
+                fill(memory[number * length : (number + 1) * length], self._file, stream.fileno(), start)
+
+
+def fill(memory: memoryview, path: Path, file: int, start: int) -> None:
+    """Read what lies in the open `file` from `start` on. Raises ModelError when it ends too early, or OSError."""
+    done = 0
+    while done < len(memory):
+        count = os.preadv(file, [memory[done:]], start + done)
+        if count == 0:
+            raise ModelError(f"{path} was cut while it was read. Fetch the file again.")
+        done += count
 
 
 def _runs(shape: tuple[int, ...], region: Region | None) -> Sequence[int]:

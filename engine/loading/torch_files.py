@@ -8,7 +8,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from engine.loading.formats import Region, TensorEntry, slices
+from engine.loading.formats import Extent, Region, TensorEntry, slices
 from engine.loading.safetensors_files import DTYPES
 from engine.loading.store import ModelError
 
@@ -33,6 +33,10 @@ class TorchFile:
     def read(self, name: str, region: Region | None = None) -> Tensor:
         part = self._tensors[name] if region is None else self._tensors[name][slices(region)]
         return part.clone(memory_format=torch.contiguous_format)
+
+    def extent(self, name: str, region: Region | None = None) -> Extent | None:
+        del name, region  # the library alone knows
+        return None
 
     def header(self) -> bytes:
         return orjson.dumps({name: [entry.dtype, entry.shape] for name, entry in sorted(self.entries.items())})

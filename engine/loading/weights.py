@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.loading.formats import Checkpoint, Region, slices
 from engine.loading.store import ModelError
+from engine.loading.upload import Upload
 from engine.plan import Progress
 
 log = logging.getLogger("engine")
@@ -94,6 +95,7 @@ class WeightReader:
         self._done = 0
         self._total = checkpoint.num_bytes
         self._began = time.monotonic()
+        self._upload = Upload(device) if device.type == "cuda" else None
 
     def has(self, name: str) -> bool:
         return name in self._checkpoint.entries
@@ -117,11 +119,17 @@ class WeightReader:
             raise ModelError(f"{entry.file.name}: {name} is {entry.dtype}; supported are {', '.join(stored)}.")
         if region is not None and all(len(part) == size for part, size in zip(region, shape, strict=True)):
             region = None
-        tensor = self._checkpoint.read(name, region).to(self.device)
+        tensor = self._read(name, region)
         self._left.discard(name)
         self._done += entry.num_bytes if region is None else tensor.nbytes
         self._progress("loading weights", self._done, self._total)
         return tensor.view(shape) if region is None else tensor
+
+    def _read(self, name: str, region: Region | None) -> Tensor:
+        extent = None if self._upload is None else self._checkpoint.extent(name, region)
+        if self._upload is None or extent is None:
+            return self._checkpoint.read(name, region).to(self.device)
+        return self._upload(extent)
 
     def finish(self, ignored: tuple[str, ...]) -> None:
         """Raise ModelError when tensors are left over whose names do not end in one of `ignored`.
@@ -133,6 +141,8 @@ class WeightReader:
             entry = self._checkpoint.entries[left[0]]
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise ModelError(f"{entry.file.name} holds {left[0]}{more}, which config.json does not call for.")
+        if self._upload is not None:
+            self._upload.close()
         seconds = max(time.monotonic() - self._began, 1e-6)
         rate = round(self._done / seconds)
         log.info("weights_loaded", extra={"bytes": self._done, "seconds": round(seconds, 3), "bytes_per_second": rate})

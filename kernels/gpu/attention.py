@@ -45,7 +45,7 @@ def rotate_and_attend(
     innermost, values [num_blocks, HKV, block_size, D], both in qkv's dtype or FP8 with
     `scales`.
     """
-    num_rows = qkv.shape[0]
+    num_rows, schedule = qkv.shape[0], batch.schedule
     _, num_kv_heads, _, head_dim = v_cache.shape
     assert schedule is not None, "a batch on a GPU comes with its tiles"
     _check_layout(qkv, k_cache, v_cache, num_heads)

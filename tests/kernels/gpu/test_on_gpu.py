@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +23,34 @@ ROW_COUNTS = (1, 2, 3, 7, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 255, 256, 51
 
 #: (out, in) of the layers of Llama-3.1-8B, Qwen3-0.6B and SmolLM2, and an odd one.
 SHAPES = ((6144, 4096), (4096, 4096), (4096, 14336), (4096, 1024), (1024, 2048), (1024, 3072), (576, 576), (1000, 1544))
+#: Those whose products are also tried with a bias and with float32 results, each a kernel of its own.
+FEW_SHAPES = ((4096, 4096), (1024, 2048), (1000, 1544))
+
+#: A chunk, and single tokens whose contexts end on both sides of tiles, splits and blocks.
+STARTS, COUNTS = (0, 5, 700, 255, 0, 90, 511), (1, 1, 1, 1, 70, 33, 2)
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+#: (dtype, heads, KV heads, head_dim, window, soft cap). A kernel each, which is what takes time here.
+ATTENTION = (
+    *(
+        (BF16, heads, 0, 0.0)
+        for heads in ((32, 8, 128), (16, 8, 128), (9, 3, 64), (4, 4, 80), (8, 1, 256), (14, 2, 96))
+    ),
+    *((BF16, heads, 300, 0.0) for heads in ((9, 3, 64), (8, 1, 256))),
+    *((BF16, heads, 0, 5.0) for heads in ((9, 3, 64), (8, 1, 256))),
+    (F16, (9, 3, 64), 0, 0.0),
+    (F16, (4, 4, 80), 300, 5.0),
+    (F32, (9, 3, 64), 0, 0.0),
+    (F32, (14, 2, 96), 300, 5.0),
+    (F32, (8, 1, 256), 0, 0.0),
+)
+ATTENTION_TO_FP8 = (
+    (BF16, (32, 8, 128), 0, 0.0),
+    (BF16, (8, 1, 256), 0, 5.0),
+    (F16, (4, 4, 80), 300, 0.0),
+    (F32, (9, 3, 64), 0, 0.0),
+)
+
 GATED_SHAPES = ((28672, 4096), (6144, 1024), (3072, 576))
 
 
@@ -76,54 +106,61 @@ def test_embeddings(cuda: torch.device) -> None:
     assert torch.equal(found, weight[[3, 5, 7, 0, 99]].bfloat16())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_products_are_right_and_do_not_depend_on_the_batch(cuda: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [*((BF16, shape) for shape in SHAPES), (F16, SHAPES[-1]), (F32, SHAPES[-2]), (F32, SHAPES[-1])],
+    ids=str,
+)
+def test_invariance_of_products(cuda: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Right, and the same for a row in any batch."""
     wrong = []
-    shapes = SHAPES if dtype is torch.bfloat16 else SHAPES[-3:]
-    for num_out, num_in in shapes:
-        weight, x = (
-            torch.randn(num_out, num_in, device=cuda).to(dtype),
-            torch.randn(1000, num_in, device=cuda).to(dtype),
-        )
-        packed = kernels.pack_linear(weight)
-        bias = torch.randn(num_out, device=cuda)
-        for out_dtype, add in ((None, None), (torch.float32, None), (None, bias)):
-            whole = kernels.linear(x, packed, add, out_dtype=out_dtype)
-            wanted = x[:64].double() @ weight.double().t() + (0 if add is None else add.double())
-            assert error(whole[:64], wanted) < CLOSE[dtype], (num_out, num_in)
-            for rows in ROW_COUNTS:
-                if not torch.equal(kernels.linear(x[-rows:], packed, add, out_dtype=out_dtype), whole[-rows:]):
-                    wrong.append((num_out, num_in, rows, out_dtype, add is not None))
+    num_out, num_in = shape
+    weight, x = (torch.randn(rows, num_in, device=cuda).to(dtype) for rows in (num_out, 1000))
+    packed = kernels.pack_linear(weight)
+    bias = torch.randn(num_out, device=cuda)
+    kinds = [(None, None), *([(torch.float32, None), (None, bias)] if shape in FEW_SHAPES else [])]
+    for out_dtype, add in kinds:
+        whole = kernels.linear(x, packed, add, out_dtype=out_dtype)
+        wanted = x[:64].double() @ weight.double().t() + (0 if add is None else add.double())
+        assert error(whole[:64], wanted) < CLOSE[dtype]
+        for rows in ROW_COUNTS:
+            if not torch.equal(kernels.linear(x[-rows:], packed, add, out_dtype=out_dtype), whole[-rows:]):
+                wrong.append((rows, out_dtype, add is not None))
     assert wrong == []
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", kernels.Activation)
-def test_gated_products_have_the_bits_of_their_parts(
-    cuda: torch.device, dtype: torch.dtype, kind: kernels.Activation
+@pytest.mark.parametrize(
+    ("dtype", "shape", "kind"),
+    [
+        *((BF16, shape, kernels.Activation.SILU) for shape in GATED_SHAPES),
+        (BF16, GATED_SHAPES[-1], kernels.Activation.GELU_TANH),
+        (F32, GATED_SHAPES[-1], kernels.Activation.SILU),
+    ],
+    ids=str,
+)
+def test_invariance_of_gated_products(
+    cuda: torch.device, dtype: torch.dtype, shape: tuple[int, int], kind: kernels.Activation
 ) -> None:
-    wrong = []
+    """The bits of their parts, in any batch."""
+    num_out, num_in = shape
     operator = kernels.silu_and_mul if kind is kernels.Activation.SILU else kernels.gelu_and_mul
-    for num_out, num_in in GATED_SHAPES if dtype is torch.bfloat16 else GATED_SHAPES[-1:]:
-        weight, x = (
-            torch.randn(num_out, num_in, device=cuda).to(dtype),
-            torch.randn(1000, num_in, device=cuda).to(dtype),
-        )
-        packed = kernels.pack_linear(weight * 0.05)
-        whole = operator(kernels.linear(x, packed))
-        wrong += [
-            (num_out, num_in, rows)
-            for rows in ROW_COUNTS
-            if not torch.equal(kernels.gated_linear(x[-rows:], packed, None, kind), whole[-rows:])
-        ]
+    weight, x = (torch.randn(rows, num_in, device=cuda).to(dtype) for rows in (num_out, 1000))
+    packed = kernels.pack_linear(weight * 0.05)
+    whole = operator(kernels.linear(x, packed))
+    wrong = [
+        rows
+        for rows in ROW_COUNTS
+        if not torch.equal(kernels.gated_linear(x[-rows:], packed, None, kind), whole[-rows:])
+    ]
     assert wrong == []
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [(8, 4096, 1792, 2), (128, 2048, 768, 8), (5, 200, 48, 3)], ids=str)
-def test_experts_are_right_and_do_not_depend_on_the_batch(
-    cuda: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int]
-) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [(BF16, (8, 4096, 1792, 2)), (BF16, (128, 2048, 768, 8)), *((dtype, (5, 200, 48, 3)) for dtype in DTYPES)],
+    ids=str,
+)
+def test_invariance_of_experts(cuda: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> None:
     """One expert is liked by all rows, so that it has one row or all of a call's."""
     count, hidden, inner, top_k = sizes
     packed = kernels.empty_experts(count, hidden, inner, dtype=dtype, device=cuda)
@@ -153,17 +190,11 @@ def test_experts_are_right_and_do_not_depend_on_the_batch(
     assert wrong == []
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "heads", [(32, 8, 128), (16, 8, 128), (9, 3, 64), (4, 4, 80), (8, 1, 256), (14, 2, 96)], ids=str
-)
-@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (300, 0.0), (0, 5.0)])
+@pytest.mark.parametrize(("dtype", "heads", "window", "soft_cap"), ATTENTION, ids=str)
 def test_attention_of_a_mixed_batch(
     cuda: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], window: int, soft_cap: float
 ) -> None:
-    case = AttentionCase.draw(
-        *heads, dtype=dtype, block_size=32, starts=(0, 5, 700, 255, 0, 90, 511), counts=(1, 1, 1, 1, 70, 33, 2)
-    )
+    case = AttentionCase.draw(*heads, dtype=dtype, block_size=32, starts=STARTS, counts=COUNTS)
     found = case.on(cuda).run(window, soft_cap)
     wanted = rotate_and_attend(
         *(case.qkv.float(), case.table, case.keys.float(), case.values.float(), case.batch, case.slots),
@@ -175,15 +206,53 @@ def test_attention_of_a_mixed_batch(
     assert error(found, wanted) < CLOSE[dtype] * 1.5
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (8, 1, 256)], ids=str)
-def test_attention_has_the_same_bits_in_any_composition(
-    cuda: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("dtype", "heads", "window", "soft_cap"), ATTENTION_TO_FP8, ids=str)
+def test_attention_to_an_fp8_pool(
+    cuda: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], window: int, soft_cap: float
+) -> None:
+    """Scales that are no powers of two; that of values cuts the largest."""
+    scales = kernels.KVScales(0.013, 0.0071)
+    case = AttentionCase.draw(*heads, dtype=dtype, block_size=32, starts=STARTS, counts=COUNTS).with_fp8(scales)
+    on_gpu = case.on(cuda)
+    found = on_gpu.run(window, soft_cap)
+    wanted = rotate_and_attend(
+        *(case.qkv.clone(), case.table, case.keys, case.values, case.batch, case.slots),
+        num_heads=heads[0],
+        scale=heads[2] ** -0.5,
+        window=window,
+        soft_cap=soft_cap,
+        scales=scales,
+    )
+    assert torch.equal(on_gpu.values.cpu().view(torch.uint8), case.values.view(torch.uint8))
+    keys = on_gpu.keys.cpu().contiguous().view(torch.uint8)
+    differ = int((keys != case.keys.view(torch.uint8)).sum())  # a turned key may round otherwise
+    assert differ <= (3 if dtype is F32 else keys.numel() // 1000)
+    assert error(found, wanted) < max(CLOSE[dtype] * 1.5, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "fp8"),
+    [
+        *((BF16, heads, False) for heads in ((32, 8, 128), (9, 3, 64), (8, 1, 256))),
+        (F32, (9, 3, 64), False),
+        *((BF16, heads, True) for heads in ((32, 8, 128), (8, 1, 256))),
+        (F16, (9, 3, 64), True),
+        (F32, (9, 3, 64), True),
+    ],
+    ids=str,
+)
+def test_invariance_of_attention(
+    cuda: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    fp8: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One chunk of 700 tokens, chunks cut elsewhere, and single tokens with splits spread in several ways."""
     from kernels.gpu import decode
 
-    whole = AttentionCase.draw(*heads, dtype=dtype, block_size=16, starts=(0,), counts=(700,)).on(cuda)
+    case = AttentionCase.draw(*heads, dtype=dtype, block_size=16, starts=(0,), counts=(700,))
+    whole = (case.with_fp8(kernels.KVScales(0.013, 0.0071)) if fp8 else case).on(cuda)
     wanted = whole.run(0, 0.0)
     for cuts in ((0, 1, 38, 338, 700), (0, 256, 257, 700)):
         assert torch.equal(whole.in_chunks(cuts), wanted)
@@ -191,6 +260,24 @@ def test_attention_has_the_same_bits_in_any_composition(
         monkeypatch.setattr(decode, "choose_spread", lambda *a, spread=spread, **k: spread)
         for at in (0, 63, 64, 255, 256, 300, 511, 512, 640, 699):
             assert torch.equal(whole.row_alone(at), wanted[at : at + 1]), (spread, at)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 8, 128), (9, 3, 64), (8, 1, 256)], ids=str)
+@pytest.mark.parametrize("window", [0, 300])
+def test_short_chunks_have_the_bits_of_long_ones(
+    cuda: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], window: int
+) -> None:
+    """Walked by one program, shared by some, and by one each split."""
+    starts, counts = (2300, 5, 0, 700, 255), (1, 1, 70, 33, 2)
+    case = AttentionCase.draw(*heads, dtype=dtype, block_size=16, starts=starts, counts=counts)
+    case = replace(case, table=case.table.repeat(3, 1)).on(cuda)
+    wanted = case.run(window, 0.0)
+    for spare in (0, 3, 12, 100):
+        shared = case.in_items(spare)
+        assert torch.equal(shared.run(window, 0.0), wanted), spare
+        assert shared.batch.schedule is not None
+        assert not shared.batch.schedule.arrivals.any()
 
 
 def test_noise_has_the_bits_of_the_cpu(cuda: torch.device) -> None:

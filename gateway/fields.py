@@ -71,6 +71,8 @@ def stream_options(value: object) -> dict[str, bool]:
 def prompts(value: object) -> tuple[str | array[int], ...]:
     if isinstance(value, str):
         return (value,)
+    if isinstance(value, array):  # JSON has none: `LLM` makes columns of ids, not empty
+        return (value,)
     if not isinstance(value, list) or not value:
         raise Unfit(f"must be a string, a list of token ids, or a list of either, none empty; got {shown(value)}")
     if isinstance(value[0], int):

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import operator
 import os
 import weakref
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -32,11 +32,11 @@ from gateway.offline_params import SamplingParams
 from gateway.preparation import Call, prepare_chat, prepare_completion
 from gateway.replies import stop_strings
 from gateway.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from gateway.stream import Delta, GenerationRequest
+from gateway.stream import Delta
 from gateway.texts import ModelText
 from gateway.tokenizer import PromptTooLong
 from protocol.config import default_cache_dir
-from protocol.messages import Logprobs, Serving
+from protocol.messages import U32, Logprobs, Serving
 from protocol.progress import ProgressBar
 from protocol.sampling import choice_seed, shown
 
@@ -77,7 +77,8 @@ class _Answered:
     """What came of it, not yet made into objects: `deltas` has one for each answer."""
 
     prompt: str | None
-    prepared: GenerationRequest
+    prompt_ids: array[int]
+    listed_ids: list[int]
     deltas: list[Delta]
     prompt_logprobs: Logprobs | None
     cached_tokens: int
@@ -230,9 +231,8 @@ class LLM:
             raise ValueError(f"{at}: {error}") from None
 
     def _run(self, asks: list[_Ask], use_tqdm: bool) -> list[RequestOutput]:
-        # None: not where stderr is no terminal.
-        with tqdm(total=len(asks), desc="Prompts", disable=None if use_tqdm else True) as bar:
-            text, answered = self._engine.call(_answer_all(self._engine, asks, bar.update))
+        with _progress(len(asks), use_tqdm) as on_answer:
+            text, answered = self._engine.call(_answer_all(self._engine, asks, on_answer))
         # Made here and not on the loop, which has frames to read: a million logprobs take seconds.
         return [_output(ask, each, text) for ask, each in zip(asks, answered, strict=True)]
 
@@ -253,13 +253,13 @@ async def _answer_all(
             answered[place] = await _answer(engine, ask, serving, text)
             on_answer()
 
-    tasks = [asyncio.create_task(work()) for _ in range(min(len(asks), serving.grant_requests))]
     try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(len(asks), serving.grant_requests) - 1):
+                group.create_task(work())
+            await work()  # one of them here: a prompt alone takes no task
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
     return text, [answered[place] for place in range(len(asks))]
 
 
@@ -275,7 +275,9 @@ async def _answer(engine: OfflineEngine, ask: _Ask, serving: Serving, text: Mode
             if ask.fills_context:
                 request = await _filling_context(request, serving, text)
             prepared = await prepare_completion(request, serving, text, call)
-        return _Answered(prompt, prepared, *await engine.answers(prepared))
+        generation = await engine.begin(prepared)
+        listed_ids = prepared.prompts[0].tolist()  # now that the engine works
+        return _Answered(prompt, prepared.prompts[0], listed_ids, *await engine.answers(generation))
     except BadRequest as error:
         raise ValueError(f"{ask.at}: {error}") from None
 
@@ -298,12 +300,12 @@ async def _filling_context(request: CompletionRequest, serving: Serving, text: M
 
 
 def _output(ask: _Ask, answered: _Answered, text: ModelText) -> RequestOutput:
-    options, (prompt_ids,) = ask.request.options, answered.prepared.prompts
+    options, prompt_ids = ask.request.options, answered.prompt_ids
     strings = stop_strings(options, text.tokenizer)
     return RequestOutput(
         request_id=str(ask.number),
         prompt=answered.prompt,
-        prompt_token_ids=prompt_ids.tolist(),
+        prompt_token_ids=answered.listed_ids,
         prompt_logprobs=prompt_logprobs(prompt_ids, answered.prompt_logprobs, options.prompt_logprobs, text.tokenizer),
         outputs=[completion_output(delta, text.tokenizer, strings) for delta in answered.deltas],
         finished=True,
@@ -317,11 +319,19 @@ def _prompt(prompt: object, at: str) -> object:
     if isinstance(prompt, Mapping) and len(prompt) == 1:
         text = prompt.get("prompt")
         if isinstance(ids := prompt.get("prompt_token_ids"), Iterable):
-            with contextlib.suppress(TypeError):  # numpy's integers are as good
-                return list(map(operator.index, ids))
+            with contextlib.suppress(TypeError):
+                return _column(ids if isinstance(ids, list) else list(ids))
     if isinstance(text, str):
         return text
     raise TypeError(f"{at} must be a string, {{'prompt': text}} or {{'prompt_token_ids': [...]}}, got {shown(prompt)}.")
+
+
+def _column(ids: list[Any]) -> object:
+    """Token ids as one column, numpy's integers too; as they are where the checks of a body will refuse them."""
+    try:
+        return array(U32, ids) or ids
+    except OverflowError:
+        return ids
 
 
 def _one_each(
@@ -333,6 +343,16 @@ def _one_each(
     if len(params) != num_prompts:
         raise ValueError(f"sampling_params must be one, or one for each of {num_prompts} prompts; got {len(params)}.")
     return iter(params)
+
+
+@contextlib.contextmanager
+def _progress(total: int, wanted: bool) -> Iterator[Callable[[], object]]:
+    """A bar; what to call at each answer."""
+    if not wanted:
+        yield lambda: None
+        return
+    with tqdm(total=total, desc="Prompts", disable=None) as bar:  # None: not where stderr is no terminal
+        yield bar.update
 
 
 def _refuse(name: str, value: object, harmless: tuple[object, ...]) -> None:

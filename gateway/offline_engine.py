@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 
 from gateway.errors import BadRequest, GatewayError, Overloaded, Unavailable
+from gateway.generation import Generation
 from gateway.resume import Dispatcher, DispatchSettings
 from gateway.router import Router, RouterSettings
 from gateway.stream import Delta, GenerationRequest
@@ -117,19 +118,21 @@ class OfflineEngine:
         """The model's tokenizer and chat template."""
         return await self._texts.get(await self.serving())
 
-    async def answers(self, request: GenerationRequest) -> tuple[list[Delta], Logprobs | None, int]:
-        """The one delta of each choice of an unstreamed request, by index, the prompt's logprobs, and how many of
-        its tokens the engine had in its cache.
+    async def begin(self, request: GenerationRequest) -> Generation:
+        """Give an unstreamed request to the engine, as soon as there is one. Raises EngineError."""
+        while True:
+            try:
+                return await self._dispatcher.start(request)
+            except (Unavailable, Overloaded):  # it went away in this moment
+                await self.serving()
+                await asyncio.sleep(_RETRY_S)
+
+    async def answers(self, generation: Generation) -> tuple[list[Delta], Logprobs | None, int]:
+        """The one delta of each choice, by index, the prompt's logprobs, and how many of its tokens the engine had
+        in its cache.
 
         Raises BadRequest, and EngineError when the engine gave it up.
         """
-        while True:
-            await self.serving()
-            try:
-                generation = await self._dispatcher.start(request)
-                break
-            except (Unavailable, Overloaded):  # it went away in this moment
-                await asyncio.sleep(_RETRY_S)
         try:
             deltas = sorted([delta async for delta in generation], key=lambda delta: delta.index)
             first = generation.choices[0]

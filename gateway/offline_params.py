@@ -6,7 +6,7 @@ They become the body of a request, so that they are checked, and mean, what they
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from gateway.arguments import names_nearest
 
@@ -47,9 +47,7 @@ class SamplingParams:
 
     def completion_body(self) -> dict[str, object]:
         """The fields of a request to /v1/completions that say the same."""
-        body: dict[str, object] = {
-            field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None
-        }
+        body: dict[str, object] = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             if name in body and not isinstance(value := body[name], str):
                 body[name] = _list(value)

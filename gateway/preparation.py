@@ -11,6 +11,8 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from gateway.detokenizer import Detokenizer
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.schemas import ChatRequest, CompletionRequest, Options
@@ -139,7 +141,8 @@ def _check_prompt(prompt_ids: array[int], field: str, serving: Serving) -> None:
         raise BadRequest(
             f"{field}: the prompt is empty and this model has no token to begin with; give some text.", field
         )
-    if (highest := max(prompt_ids)) >= serving.vocab_size:
+    # By numpy: `max` makes an object of each id, 25 ns a piece.
+    if (highest := int(np.frombuffer(prompt_ids, np.uint32).max())) >= serving.vocab_size:
         raise BadRequest(f"{field}: token id {highest} is outside the vocabulary of {serving.vocab_size}.", field)
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 import hmac
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Callable
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import errors
@@ -26,7 +25,7 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 #: Asked every few seconds by machines; logged only when debugging.
 _QUIET_PATHS = OPEN_PATHS | {"/metrics"}
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class RequestContext:
@@ -40,8 +39,8 @@ class RequestContext:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        given = _header(scope, b"x-request-id")
+        request_id = given.decode() if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         arrived = time.perf_counter()
         scope.setdefault("state", {}).update(request_id=request_id, arrived=arrived)
         status = 0
@@ -50,7 +49,7 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
         try:
@@ -85,7 +84,7 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
+            given = _header(scope, b"authorization")
             # Takes as long for a key that is right but for its last letter as for any other.
             if not hmac.compare_digest(given, self._expected):
                 error = Unauthorized("The API key is missing or wrong; send it as `Authorization: Bearer KEY`.")
@@ -107,8 +106,8 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         limit = self._limit()
-        announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdecimal() and int(announced) > limit:
+        announced = _header(scope, b"content-length")
+        if announced.isdigit() and int(announced) > limit:
             await errors.response(_too_large(limit))(scope, receive, send)
             return
         received = 0
@@ -123,6 +122,14 @@ class BodyLimit:
             return message
 
         await self._app(scope, bounded_receive, send)
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    """The first of this name, empty without one."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return b""
 
 
 def _too_large(limit: int) -> GatewayError:

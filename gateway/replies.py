@@ -5,8 +5,8 @@ A stream's events differ in one or two places, so everything around those is byt
 
 from __future__ import annotations
 
+import secrets
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,7 +57,7 @@ class Reply:
         self._num_prompts = num_prompts
         self._stop_strings = stop_strings(options, tokenizer)
         self._head = {
-            "id": shape.id_prefix + uuid.uuid4().hex,
+            "id": shape.id_prefix + secrets.token_hex(16),
             "object": shape.chunk_object if options.stream else shape.whole_object,
             "created": int(time.time()),
             "model": model,

@@ -209,12 +209,12 @@ class Router:
         Raises ModelNotFound for a model that never was, and Unavailable or Overloaded when in `wait_s`
         seconds no engine came or none had credit. The `patient` wait on while an engine serves.
         """
+        line = self._lines.get(model)
+        if line is None and (seat := self._seat_with_credit(model, num_prompt, near)) is not None:
+            return seat
         if not patient and not self._may_come_back(model):
             self.serving(model)
-        line = self._lines.get(model)
         if line is None:
-            if (seat := self._seat_with_credit(model, num_prompt, near)) is not None:
-                return seat
             line = self._lines[model] = deque()
         waiter = _Waiter(num_prompt, near, asyncio.get_running_loop().create_future())
         line.append(waiter)
@@ -283,7 +283,8 @@ class Router:
 
     def _changed(self) -> None:
         """Credit, or what is served, is not what it was."""
-        self._serve_lines()
+        if self._lines:
+            self._serve_lines()
         offers = list(self._offers())
         if offers != self._last_offers:
             self._last_offers = offers

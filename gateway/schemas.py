@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import logging
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +119,7 @@ def parse_json(body: bytes) -> dict[str, object]:
 
 def parse_chat(body: Mapping[str, object], *, allow_unknown: bool) -> ChatRequest:
     """A request to /v1/chat/completions. Raises BadRequest naming the field."""
-    values = _read(body, CHAT_KEYS, allow_unknown)
+    values = _CHAT.read(body, allow_unknown)
     if values["top_logprobs"] is not None and not values["logprobs"]:
         raise BadRequest("top_logprobs needs logprobs to be true.", "top_logprobs")
     if values["tools"] and values["tool_choice"] != "none":
@@ -150,7 +150,7 @@ def parse_chat(body: Mapping[str, object], *, allow_unknown: bool) -> ChatReques
 
 def parse_completion(body: Mapping[str, object], *, allow_unknown: bool) -> CompletionRequest:
     """A request to /v1/completions. Raises BadRequest naming the field."""
-    values = _read(body, COMPLETION_KEYS, allow_unknown)
+    values = _COMPLETION.read(body, allow_unknown)
     num_choices = len(values["prompt"]) * values["n"]
     if num_choices > fields.MAX_CHOICES:
         raise BadRequest(f"prompts times n must be at most {fields.MAX_CHOICES}, got {num_choices}.", "prompt")
@@ -194,12 +194,34 @@ def _options(values: Mapping[str, Any], logprobs: int | None, *, echo: bool = Fa
     )
 
 
-def _read(body: Mapping[str, object], keys: tuple[Key, ...], allow_unknown: bool) -> dict[str, Any]:
-    """Checked values of `keys`, null counting as absent, after the names of all fields are known."""
-    names = {key.name for key in keys}
-    for name, value in body.items():
-        if name in names or name in WITHOUT_EFFECT or value is None:
-            continue
+class _Fields:
+    """A route's keys by name. A body has some of them, so only those are gone through."""
+
+    def __init__(self, keys: tuple[Key, ...]) -> None:
+        self._checks = {key.name: key.check for key in keys}
+        self._defaults = {key.name: key.default for key in keys if key.default is not REQUIRED}
+        self._required = [key.name for key in keys if key.default is REQUIRED]
+
+    def read(self, body: Mapping[str, object], allow_unknown: bool) -> dict[str, Any]:
+        """Checked values, null counting as absent, after the names of all fields are known."""
+        checks, values = self._checks, dict[str, Any](self._defaults)
+        given = [(name, value) for name, value in body.items() if value is not None]
+        for name, value in given:
+            if name not in checks and name not in WITHOUT_EFFECT:
+                self._check_other(name, value, body, allow_unknown)
+        for name, value in given:
+            if (check := checks.get(name)) is not None:
+                try:
+                    values[name] = check(value)
+                except Unfit as error:
+                    raise BadRequest(f"{name} {error}.", name) from None
+        for name in self._required:
+            if name not in values:
+                raise BadRequest(f"{name} is required.", name)
+        return values
+
+    def _check_other(self, name: str, value: object, body: Mapping[str, object], allow_unknown: bool) -> None:
+        """What is not ours to honour: harmless, or an error."""
         if name in REFUSED:
             refused = REFUSED[name]
             if not refused.harmless(value, body):
@@ -207,23 +229,10 @@ def _read(body: Mapping[str, object], keys: tuple[Key, ...], allow_unknown: bool
         elif allow_unknown:
             _log_once(name)
         else:
-            raise BadRequest(_unknown(name, names), name)
-    values: dict[str, Any] = {}
-    for name, check, default in keys:
-        value = body.get(name)
-        if value is None:
-            if default is REQUIRED:
-                raise BadRequest(f"{name} is required.", name)
-            values[name] = default
-            continue
-        try:
-            values[name] = check(value)
-        except Unfit as error:
-            raise BadRequest(f"{name} {error}.", name) from None
-    return values
+            raise BadRequest(_unknown(name, self._checks), name)
 
 
-def _unknown(name: str, names: set[str]) -> str:
+def _unknown(name: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(name[:64], names, 1)
     hint = f"did you mean {near[0]}?" if near else "leave it out (or run the gateway with --allow-unknown-fields)."
     return f"Unknown field {shown(name)}; {hint}"
@@ -326,3 +335,5 @@ COMPLETION_KEYS = (
     Key("echo", flag, False),
     Key("add_special_tokens", flag, True),
 )
+
+_CHAT, _COMPLETION = _Fields(CHAT_KEYS), _Fields(COMPLETION_KEYS)

@@ -57,7 +57,9 @@ class Texts:
     async def get(self, serving: Serving) -> ModelText:
         """The text side of a served model. Raises Unavailable when its bundle is not to be had."""
         load = self._loads.get(serving.bundle)
-        if load is None or (load.done() and (load.cancelled() or load.exception() is not None)):
+        if load is not None and load.done() and not load.cancelled() and load.exception() is None:
+            return load.result()
+        if load is None or load.done():
             # The bundles of models that are gone would stay for ever.
             served = {model.bundle for model in self._router.models()}
             self._loads = {sha256: task for sha256, task in self._loads.items() if sha256 in served}

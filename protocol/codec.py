@@ -31,6 +31,8 @@ from protocol.sampling import COLUMN_FIELDS, FIELD_NAMES, SamplingError, Samplin
 
 _PREFIX = struct.Struct("<BI")
 
+_KINDS = {int(kind): kind for kind in Kind}
+
 KIB, MIB = 2**10, 2**20
 
 #: Largest frame of each kind, in bytes.
@@ -236,9 +238,8 @@ def _decode(frame: bytes | memoryview, decoders: dict[Kind, Callable[..., Any]])
     if len(view) < _PREFIX.size:
         raise WireError(f"a frame of {len(view)} bytes; the prefix alone takes {_PREFIX.size}")
     number, header_bytes = _PREFIX.unpack_from(view)
-    try:
-        kind = Kind(number)
-    except ValueError:
+    kind = _KINDS.get(number)
+    if kind is None:
         return None
     decoder = decoders.get(kind)
     if decoder is None:

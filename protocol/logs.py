@@ -26,11 +26,17 @@ def configure(level: LogLevel, style: LogFormat) -> None:
     handler.setFormatter(TextFormatter() if text else JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
+    # What no line here shows need not be found out for each record: a tenth of its time.
+    logging.logThreads = logging.logMultiprocessing = False
 
 
 def facts(record: logging.LogRecord) -> dict[str, object]:
     """What the call gave in `extra`."""
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+
+
+#: Made once: `json.dumps` makes an encoder each time that it is given a `default`.
+_to_json = json.JSONEncoder(default=str).encode
 
 
 class JsonFormatter(logging.Formatter):
@@ -45,7 +51,7 @@ class JsonFormatter(logging.Formatter):
         line |= facts(record)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return _to_json(line)
 
 
 class TextFormatter(logging.Formatter):

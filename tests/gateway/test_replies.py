@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ async def test_transcripts_byte_for_byte(
     name: str, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files are read by people: a change in them is a change for every client."""
-    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=7))
+    monkeypatch.setattr(secrets, "token_hex", lambda size: f"{7:0{2 * size}x}")
     monkeypatch.setattr(time, "time", lambda: 1_750_000_000.0)
     gateway = speaking(f"h{PEPPER} hello")
     gateway.dispatcher.paced = bool(body.get("stream"))

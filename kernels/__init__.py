@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kernels.experts import empty_experts as empty_experts
     from kernels.experts import mix_experts as mix_experts
     from kernels.gate import Activation as Activation
+    from kernels.gpu.compiling import compile_ahead as compile_ahead
     from kernels.gpu.embedding import embed_ahead as embed_ahead
     from kernels.gpu.logprobs import logprobs_ahead as logprobs_ahead
     from kernels.gpu.prefill import query_tile as query_tile
@@ -86,6 +87,7 @@ _HOMES = {
     "embed_ahead": "gpu.embedding",
     "empty_experts": "experts",
     "empty_kv_cache": "kv_cache",
+    "compile_ahead": "gpu.compiling",
     "gated_linear": "matmul",
     "gelu_and_mul": "activation",
     "gpu_numerics_name": "gpu.start",

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 import kernels
 from engine.device.kv import KVLayout
-from engine.layers.attention import ForwardBatch
+from engine.layers.attention import ForwardBatch, LayerCache
 from engine.loading.store import ModelError
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
@@ -81,7 +84,7 @@ def measure_worst_step(
     max_num_seqs: int,
     max_num_tokens: int,
 ) -> WorstStep:
-    """Runs it twice: kernels are compiled in the first. `dtype` is that of activations."""
+    """Runs it twice: libraries warm up in the first. `dtype` is that of activations."""
     caches = KVLayout(1, block_size, spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype).allocate(device)
     tile = kernels.query_tile(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype)
     starts = torch.arange(0, max_num_tokens, tile, dtype=torch.int32)
@@ -91,20 +94,26 @@ def measure_worst_step(
     attention = kernels.AttentionBatch(table, zeros, zeros, kernels.TileSchedule(0, tiles.to(device), 1, zeros))
     sampled = torch.arange(min(max_num_seqs, max_num_tokens), dtype=torch.int32, device=device)
     torch.cuda.reset_peak_memory_stats(device)
+    step = partial(_logits, model, ForwardBatch(zeros, None, attention, sampled, zeros), caches)
+    kernels.compile_ahead(step)
     for _ in range(2):
         torch.cuda.synchronize(device)
         begun = time.perf_counter()
-        logits = model.logits(model.hidden(ForwardBatch(zeros, None, attention, sampled, zeros), caches))
+        logits = step()
         torch.cuda.synchronize(device)
         seconds = time.perf_counter() - begun
         changed = logits.clone()  # what penalties work on
         peak = torch.cuda.max_memory_allocated(device)
         del logits, changed
-    del caches
+    del caches, step
     gc.collect()
     torch.cuda.empty_cache()
     return WorstStep(max_num_tokens, peak, seconds)
 
 
 def _gib(size: int) -> str:
+def _logits(model: Decoder, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Tensor:
+    return model.logits(model.hidden(batch, caches))
+
+
     return f"{size / 2**30:.1f} GiB"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import kernels
 from engine.device.staging import Layout
 
 
@@ -54,9 +55,15 @@ def capture(
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            sample(layout, forward(layout))  # compiles what is not compiled, and warms up the libraries
+            sample(layout, forward(layout))  # warms up the libraries
         torch.cuda.current_stream().wait_stream(stream)
         first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+
+    def run_all() -> None:
+        for layout in layouts:
+            sample(layout, forward(layout))
+
+    kernels.compile_ahead(run_all)
         with torch.cuda.graph(first, pool=pool):
             logits = forward(layout)
         with torch.cuda.graph(second, pool=pool):

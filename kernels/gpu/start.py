@@ -3,12 +3,15 @@ that a row's bits do not depend on the batch here."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kernels._triton import triton
 from kernels.gpu import mode
+from kernels.gpu.compiling import compile_ahead
 from kernels.gpu.matmul import gated_linear, linear
 
 #: Raised whenever an operator on a GPU may change a bit of its result.
@@ -43,8 +46,10 @@ def start_gpu(
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = allowed
     if not reproducible:
         return
-    for num_out, num_in in _SHAPES:
-        _check_rows(device, dtype, num_out, num_in)
+    products = [_Products.draw(device, dtype, *shape) for shape in _SHAPES]
+    compile_ahead(lambda: [each.of_last(count) for each in products for count in (*_ROW_COUNTS, _MOST_ROWS)])
+    for each in products:
+        each.check()
 
 
 def gpu_numerics_name(device: torch.device) -> str:
@@ -53,17 +58,31 @@ def gpu_numerics_name(device: torch.device) -> str:
     return f"triton-{GPU_NUMERICS} triton-{triton.__version__} cuda-{torch.version.cuda} sm_{capability}"
 
 
-def _check_rows(device: torch.device, dtype: torch.dtype, num_out: int, num_in: int) -> None:
-    generator = torch.Generator(device).manual_seed(1)
-    weight = torch.randn(num_out, num_in, generator=generator, device=device).to(dtype)
-    x = torch.randn(_MOST_ROWS, num_in, generator=generator, device=device).to(dtype)
-    whole, whole_gated = linear(x, weight, None, dtype), gated_linear(x, weight, None)
-    for count in _ROW_COUNTS:
-        rows = x[-count:].contiguous()
-        same = torch.equal(linear(rows, weight, None, dtype), whole[-count:])
-        if not (same and torch.equal(gated_linear(rows, weight, None), whole_gated[-count:])):
-            raise RuntimeError(
-                f"the matrix product on {torch.cuda.get_device_name(device)} gives a row other bits in a batch of "
-                f"{count} than in one of {_MOST_ROWS} (weight {num_out} x {num_in}, {dtype}); output would not be "
-                f"reproducible."
-            )
+@dataclass(frozen=True, slots=True, eq=False)
+class _Products:
+    """What is multiplied for the check of one shape."""
+
+    x: Tensor
+    weight: Tensor
+
+    @classmethod
+    def draw(cls, device: torch.device, dtype: torch.dtype, num_out: int, num_in: int) -> _Products:
+        generator = torch.Generator(device).manual_seed(1)
+        weight = torch.randn(num_out, num_in, generator=generator, device=device).to(dtype)
+        return cls(torch.randn(_MOST_ROWS, num_in, generator=generator, device=device).to(dtype), weight)
+
+    def of_last(self, count: int) -> tuple[Tensor, Tensor]:
+        """The two kinds of product of the last `count` rows."""
+        x = self.x[-count:]
+        return linear(x, self.weight, None, x.dtype), gated_linear(x, self.weight, None)
+
+    def check(self) -> None:
+        whole = self.of_last(_MOST_ROWS)
+        for count in _ROW_COUNTS:
+            if not all(torch.equal(some, all_[-count:]) for some, all_ in zip(self.of_last(count), whole, strict=True)):
+                num_out, num_in = self.weight.shape
+                raise RuntimeError(
+                    f"the matrix product on {torch.cuda.get_device_name(self.x.device)} gives a row other bits in a "
+                    f"batch of {count} than in one of {_MOST_ROWS} (weight {num_out} x {num_in}, {self.x.dtype}); "
+                    f"output would not be reproducible."
+                )

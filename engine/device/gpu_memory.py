@@ -93,9 +93,9 @@ def measure_worst_step(
     table = torch.zeros(1, tile, dtype=torch.int32, device=device)  # a tile reads as many positions as it has rows
     attention = kernels.AttentionBatch(table, zeros, zeros, kernels.TileSchedule(0, tiles.to(device), 1, zeros))
     sampled = torch.arange(min(max_num_seqs, max_num_tokens), dtype=torch.int32, device=device)
-    torch.cuda.reset_peak_memory_stats(device)
     step = partial(_logits, model, ForwardBatch(zeros, None, attention, sampled, zeros), caches)
     kernels.compile_ahead(step)
+    torch.cuda.reset_peak_memory_stats(device)
     for _ in range(2):
         torch.cuda.synchronize(device)
         begun = time.perf_counter()
@@ -111,9 +111,9 @@ def measure_worst_step(
     return WorstStep(max_num_tokens, peak, seconds)
 
 
-def _gib(size: int) -> str:
 def _logits(model: Decoder, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Tensor:
     return model.logits(model.hidden(batch, caches))
 
 
+def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"

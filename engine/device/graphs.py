@@ -48,6 +48,12 @@ def capture(
 
     The last layout is captured first, so that the smaller ones find room in its memory.
     """
+
+    def run_all() -> None:
+        for layout in layouts:
+            sample(layout, forward(layout))
+
+    kernels.compile_ahead(run_all)
     graphs: dict[Layout, StepGraph] = {}
     pool = torch.cuda.graph_pool_handle()
     gc.collect()
@@ -58,12 +64,6 @@ def capture(
             sample(layout, forward(layout))  # warms up the libraries
         torch.cuda.current_stream().wait_stream(stream)
         first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-
-    def run_all() -> None:
-        for layout in layouts:
-            sample(layout, forward(layout))
-
-    kernels.compile_ahead(run_all)
         with torch.cuda.graph(first, pool=pool):
             logits = forward(layout)
         with torch.cuda.graph(second, pool=pool):

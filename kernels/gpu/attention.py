@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from kernels.attention import AttentionBatch, HeadNorms, TileSchedule
     from kernels.kv_cache import KVScales
 
-
 #: Up to this many rows of single tokens are spread finer where bits may depend on it.
 _FEW_ROWS = 4
+
 
 def rotate_and_attend(
     qkv: Tensor,
@@ -85,11 +85,6 @@ def rotate_and_attend(
     return out
 
 
-def _exponents(scale: float, soft_cap: float) -> tuple[float, float]:
-    """`scale` and `cap` as `kernels.gpu.softmax.add_tile` takes them: in exponents of 2."""
-    if soft_cap > 0:
-        return 2.0 * scale / soft_cap * math.log2(math.e), soft_cap * math.log2(math.e)
-    return scale * math.log2(math.e), 0.0
 def _check_layout(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, num_heads: int) -> None:
     _, num_kv_heads, _, head_dim = v_cache.shape
     assert k_cache.transpose(2, 3).is_contiguous()
@@ -106,3 +101,8 @@ def _row_splits(schedule: TileSchedule, split: int) -> tuple[int, int]:
     return chosen, triton.cdiv(schedule.max_splits * split, chosen)
 
 
+def _exponents(scale: float, soft_cap: float) -> tuple[float, float]:
+    """`scale` and `cap` as `kernels.gpu.softmax.add_tile` takes them: in exponents of 2."""
+    if soft_cap > 0:
+        return 2.0 * scale / soft_cap * math.log2(math.e), soft_cap * math.log2(math.e)
+    return scale * math.log2(math.e), 0.0

@@ -26,9 +26,12 @@ class Entered:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampled:
-    """A request got its generated token number `index`; `row` is its row of the step's logprobs."""
+    """A request got its generated token number `index`; `row` is its row of the step's logprobs.
+
+    Not frozen, as `PlanEntry`.
+    """
 
     request: Request
     index: int

@@ -33,11 +33,10 @@ _COUNTERS: tuple[tuple[str, Callable[[Totals], int]], ...] = (
 
 @dataclass(slots=True)
 class _Life:
-    """When a request got its slot and its tokens, in monotonic seconds."""
+    """When a request got its slot and its first token, in monotonic seconds."""
 
     entered: float
     first_token: float | None = None
-    last_token: float = 0.0
 
 
 class EngineMetrics:
@@ -49,6 +48,7 @@ class EngineMetrics:
         self._num_blocks = info.num_blocks
         self._shown = Totals()
         self._lives: dict[RequestKey, _Life] = {}
+        self._fresh: dict[RequestKey, _Life] = {}  # without a token yet: the only ones of whom a token is news
         self._lock = threading.Lock()
         instruments = metrics.build(metrics.Owner.ENGINE, self._registry)
         self._counters = [(instruments.counter(name).labels(model_name), total) for name, total in _COUNTERS]
@@ -74,23 +74,23 @@ class EngineMetrics:
         for event in events:
             match event:
                 case Sampled(request=request):
-                    life = self._lives[request.key]
-                    life.last_token = now
-                    if life.first_token is None:
+                    if self._fresh and (life := self._fresh.pop(request.key, None)) is not None:
                         life.first_token = now
                 case Entered(owner=owner, message=admitted, at=at):
                     self._queue.observe(admitted.queue_ms / 1000)
-                    self._lives[owner, admitted.handle] = _Life(at)
+                    self._lives[owner, admitted.handle] = self._fresh[owner, admitted.handle] = _Life(at)
                 case Ended(owner=owner, message=finished):
-                    if (ended := self._lives.pop((owner, finished.handle), None)) is not None:
-                        self._observe_end(ended, finished)
+                    key = owner, finished.handle
+                    self._fresh.pop(key, None)
+                    if (ended := self._lives.pop(key, None)) is not None:
+                        self._observe_end(ended, finished, now)
 
-    def _observe_end(self, life: _Life, finished: Finished) -> None:
-        """The times of requests that came to their own end; others were cut somewhere."""
+    def _observe_end(self, life: _Life, finished: Finished, now: float) -> None:
+        """The times of requests that came to their own end, with the last token; others were cut somewhere."""
         if finished.reason in (FinishReason.STOP, FinishReason.LENGTH) and life.first_token is not None:
             self._prefill.observe(life.first_token - life.entered)
-            self._decode.observe(life.last_token - life.first_token)
-            self._inference.observe(life.last_token - life.entered)
+            self._decode.observe(now - life.first_token)
+            self._inference.observe(now - life.entered)
             self._computed.observe(finished.num_prompt - finished.num_cached)
 
     def exposition(self, status: Status) -> bytes:

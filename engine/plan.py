@@ -42,7 +42,7 @@ class Scoring:
     k: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlanEntry:
     """One request's share of a step: positions `start` to `start + count - 1` are computed.
 
@@ -54,6 +54,8 @@ class PlanEntry:
     With `sample`, the token at position `start + count` is sampled; its number among the
     generated ones is `start + count - len(prompt_ids)`. All of `scoring` follows from hidden states
     of this entry.
+
+    A value like any other; not frozen, because one is made for each token and that takes three times as long.
     """
 
     slot: int

@@ -115,7 +115,8 @@ class Request:
     @property
     def num_uncomputed(self) -> int:
         """Of those, how many no planned step computes yet."""
-        return max(0, self.num_to_compute - self.num_planned)
+        left = self.num_to_compute - self.num_planned
+        return left if left > 0 else 0
 
     def score(self, start: int, end: int) -> Scoring | None:
         """Plan the prompt logprobs that follow from positions `start` to `end - 1`."""
@@ -151,10 +152,10 @@ class Request:
 
         A stop id among the first `min_tokens` does not count: it was masked when sampled.
         """
-        last = self.ids[-1]
-        if last in self.stop_ids and self.num_generated > self.submit.sampling.min_tokens:
+        ids = self.ids
+        if (last := ids[-1]) in self.stop_ids and self.num_generated > self.submit.sampling.min_tokens:
             return FinishReason.STOP, last
-        if len(self.ids) >= self.limit:
+        if len(ids) >= self.limit:
             return FinishReason.LENGTH, None
         return None
 

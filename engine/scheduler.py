@@ -150,16 +150,21 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         chosen: list[tuple[Request, PlanEntry]] = []
         preemptions = self.counts.preemptions
+        chunks: list[Request] = []
         for request in self._running[:]:
-            decodes = request.state is RequestState.RUNNING and request.num_uncomputed == 1
-            if budget and decodes and self._grow(request):
+            if request.state is not RequestState.RUNNING:
+                continue  # preempted by one before it
+            num_uncomputed = request.num_uncomputed
+            if num_uncomputed > 1:
+                chunks.append(request)
+            elif num_uncomputed and budget and self._has_room(request):
                 chosen.append((request, self._entry(request, 1)))
                 budget -= 1
         if chosen:
             budget = min(budget, self._max_num_prefill_tokens)
-        for request in self._running:
-            if budget and (num_uncomputed := request.num_uncomputed) > 1:
-                count = min(num_uncomputed, budget)
+        for request in chunks:
+            if budget and request.state is RequestState.RUNNING:
+                count = min(request.num_uncomputed, budget)
                 chosen.append((request, self._entry(request, count)))
                 budget -= count
         entered: list[SlotState] = []
@@ -181,7 +186,7 @@ class Scheduler:
 
     def _entry(self, request: Request, count: int) -> PlanEntry:
         """Plan the next `count` positions; the token after them is sampled if they are the last there are."""
-        start = request.num_planned
+        start, num_told, num_blocks = request.num_planned, request.num_told, len(request.blocks)
         end = start + count
         sample = end == len(request.ids) + request.num_pending
         entry = PlanEntry(
@@ -189,17 +194,17 @@ class Scheduler:
             start=start,
             count=count,
             ids=request.ids[start:end],
-            new_blocks=tuple(request.blocks[request.num_told :]),
+            new_blocks=tuple(request.blocks[num_told:]) if num_told < num_blocks else (),
             sample=sample,
             scoring=None if request.is_scored else request.score(start, end),
         )
-        request.num_told = len(request.blocks)
+        request.num_told = num_blocks
         request.num_planned = end
         request.num_pending += sample
         request.in_flight += 1
         return entry
 
-    def _grow(self, request: Request) -> bool:
+    def _has_room(self, request: Request) -> bool:
         """Own the block of the next position, if need be by preemption; False when that has to wait."""
         if request.num_planned < len(request.blocks) * self._block_size:
             return True
@@ -295,16 +300,15 @@ class Scheduler:
 
     def _computed(self, request: Request, num_computed: int) -> None:
         """Positions up to `num_computed` are in the pool: name the blocks that became full."""
-        first = request.num_computed // self._block_size
+        size = self._block_size
+        first, last = request.num_computed // size, num_computed // size
         request.num_computed = num_computed
-        if self._prefix_caching:
-            last = num_computed // self._block_size
-            if last > first:
-                request.extend_hashes(self._block_size)
+        if last > first and self._prefix_caching:
+            request.extend_hashes(size)
             for index in range(first, last):
                 self._prefix.insert(request.hashes[index + 1], request.blocks[index])
-            if request.submit.leader and num_computed >= request.num_prompt:
-                self._unlead(request)
+        if self._leaders and num_computed >= request.num_prompt:
+            self._unlead(request)
 
     def _scored(self, request: Request, scoring: Scoring, row: int, scored: Logprobs | None) -> bool:
         """Tell a prompt's logprobs, from row `row` on; False if the request ended by or with them."""
@@ -329,9 +333,10 @@ class Scheduler:
         if failure is not None:
             self._end(request, FinishReason.ERROR, error=Failure(ErrorCode.INTERNAL, failure))
             return
-        self._events.append(Sampled(request, request.num_generated, token, row))
+        ids = request.ids
+        self._events.append(Sampled(request, len(ids) - request.num_prompt, token, row))
         self.counts.generated += 1
-        request.ids.append(token)
+        ids.append(token)
         if verdict := request.verdict():
             reason, stop_id = verdict
             self._end(request, reason, stop_id=stop_id)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 
-from protocol.messages import Submit, u32
-from protocol.sampling import SamplingParams
+from protocol.messages import Submit
 from tests.engine.core_loop import Answer, Loop, same
+from tests.engine.random_requests import random_request
 from tests.engine.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.timeout(600)
 
 MODEL, CONTEXT = "llama_head_dim", 400
+LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 130, 257, 300)
 
 #: Whole prompts fit a step, so that as many run together as there are places.
 WHOLE = {"max_num_batched_tokens": 4096}
@@ -30,41 +30,6 @@ COMPOSITIONS: dict[str, dict[str, int]] = {
 }
 
 
-def _request(number: int) -> Submit:
-    """The same for the same number. Some prompts begin alike, for the prefix cache."""
-    rng = random.Random(number)
-    ids = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 63, 64, 65, 130, 257, 300)))]
-    if number % 4 == 0:
-        ids = [3 + place % 90 for place in range(48)] + ids
-    max_tokens = rng.randrange(1, 49)
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=rng.randrange(0, max_tokens + 1),
-        temperature=rng.choice((0.0, 0.7, 1.0, 1.5)),
-        top_k=rng.choice((0, 1, 5, 40)),
-        top_p=rng.choice((1.0, 0.95, 0.5)),
-        min_p=rng.choice((0.0, 0.0, 0.1)),
-        presence_penalty=rng.choice((0.0, 0.5, -0.5)),
-        frequency_penalty=rng.choice((0.0, 0.0, 0.3)),
-        repetition_penalty=rng.choice((1.0, 1.0, 1.2)),
-        ignore_eos=rng.random() < 0.5,
-        logprobs=rng.choice((1, 2, 5)),
-        prompt_logprobs=rng.choice((None, None, None, 2)),
-        stop_token_ids=(rng.randrange(3, VOCAB_SIZE),) if rng.random() < 0.2 else (),
-        logit_bias=((rng.randrange(3, VOCAB_SIZE), 3.0), (rng.randrange(3, VOCAB_SIZE), -100.0)),
-        allowed_token_ids=tuple(range(3, 60)) if rng.random() < 0.2 else (),
-        bad_words=((rng.randrange(3, 60), rng.randrange(3, 60)),) if rng.random() < 0.3 else (),
-    )
-    return Submit(
-        handle=number,
-        request_id=f"random-{number}",
-        prompt_ids=u32(ids),
-        sampling=sampling,
-        seed=number,
-        prompt_logprobs_from=-1 if sampling.prompt_logprobs is None else 1,
-    )
-
-
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> str:
     name: str = request.param
@@ -73,7 +38,9 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module", params=[40, pytest.param(200, marks=pytest.mark.slow)])
 def requests(request: pytest.FixtureRequest) -> list[Submit]:
-    return [_request(number) for number in range(request.param)]
+    return [
+        random_request(number, vocab_size=VOCAB_SIZE, lengths=LENGTHS, max_tokens=48) for number in range(request.param)
+    ]
 
 
 @pytest.fixture(scope="module")

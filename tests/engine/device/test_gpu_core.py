@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from protocol.sampling import SamplingParams
 from tests.engine.backends.test_torch_runner_core import submit
-from tests.engine.core_loop import Answer, Loop
-from tests.engine.tiny_models import PROMPT_LENGTHS
+from tests.engine.core_loop import Answer, Loop, same
+from tests.engine.tiny_models import PROMPT_LENGTHS, prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -55,6 +56,20 @@ def test_answers_are_those_given_alone(
 ) -> None:
     together = loop(tiny_models, kernel_cache, max_model_len=400, **values)
     for _ in range(2):  # the second time many prompts are in the prefix cache
-        found = together.run(SUBMITS)
-        for handle, answer in alone.items():
-            assert dataclasses.replace(found[handle], num_cached=0) == dataclasses.replace(answer, num_cached=0)
+        same(together.run(SUBMITS), alone)
+
+
+@pytest.mark.parametrize("tokens", [2000, 64])
+def test_prompt_logprobs_equal_transformers(
+    tiny_models: Path, kernel_cache: Path, golden: dict[str, dict[str, list[list[float]]]], tokens: int
+) -> None:
+    """In whole prompts and in chunks of up to 64."""
+    sampling = SamplingParams(max_tokens=0, prompt_logprobs=5)
+    scored = [dataclasses.replace(message, sampling=sampling, prompt_logprobs_from=0) for message in SUBMITS]
+    found = loop(tiny_models, kernel_cache, max_model_len=400, max_num_batched_tokens=tokens).run(scored)
+    for number, expected in enumerate(golden["llama_bias"]["prompt_logprobs"]):
+        rows = found[number].prompt_logprobs
+        assert [row[0] for row in rows] == pytest.approx(expected, abs=1e-4)
+        for token, (own, rank, top_ids, top) in zip(prompt(number)[1:], rows, strict=True):
+            assert list(top) == sorted(top, reverse=True)
+            assert (top_ids[rank - 1], top[rank - 1]) == (token, own) if rank <= 5 else own <= top[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from protocol.sampling import SamplingParams
 from tests.engine.family_models import NUM_NEW as NEW_OF_FAMILIES
 from tests.engine.family_models import VARIANTS
 from tests.engine.family_models import prompt as prompt_of_families
+from tests.engine.quant.test_kv_cache import calibrated
 from tests.engine.sequences import Sequence
 from tests.engine.tiny_models import EOS_ID, NUM_NEW, PROMPT_LENGTHS, prompt
 from tests.engine.torch_runners import Settings, driver, load
@@ -54,6 +56,8 @@ def test_greedy_ids_are_those_of_transformers(tiny_models: Path, kernel_cache: P
         "llama_yarn",
         "gemma2",
         "phi3_longrope_long",
+        "mixtral_window",
+        "qwen3_moe_sparse",
         "qwen",
     ],
 )
@@ -130,3 +134,38 @@ def test_bits_are_the_same_after_preemption(case: Case, plain: bool) -> None:
         sequence.preempt_after = number % 4 + 1
     case.driver.run(together, depth=2)
     assert results(together) == case.alone[plain]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def case_with_fp8(
+    request: pytest.FixtureRequest,
+    tiny_models: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    kernel_cache: Path,
+) -> Case:
+    model = calibrated(tiny_models / "llama_bias", tmp_path_factory.mktemp("fp8") / "m")
+    settings = gpu_settings(model, request.param, kernel_cache)
+    return Case(*load(replace(settings, kv_cache_dtype="fp8")))
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("chunk", [10**9, 7])
+def test_bits_are_the_same_with_an_fp8_pool(case_with_fp8: Case, plain: bool, chunk: int) -> None:
+    together = sequences(plain)
+    for number, sequence in enumerate(together):
+        sequence.preempt_after = number % 4 + 1
+    case_with_fp8.driver.run(together, depth=2, chunk=chunk)
+    assert results(together) == case_with_fp8.alone[plain]
+
+
+def test_greedy_ids_with_an_fp8_pool_are_those_of_a_cpu(tiny_models: Path, tmp_path: Path, kernel_cache: Path) -> None:
+    model = calibrated(tiny_models / "llama_bias", tmp_path / "m")
+    greedy = SamplingParams(max_tokens=NUM_NEW, min_tokens=NUM_NEW, temperature=0.0)
+    on_gpu = gpu_settings(model, "float32", kernel_cache)  # "auto": the checkpoint asks for it
+    found = []
+    for settings in (on_gpu, replace(on_gpu, device="cpu")):
+        some = [Sequence(prompt(number), greedy, ends=(EOS_ID,)) for number in ALL]
+        found.append(driver(*load(settings)).run(some))
+    assert found[0] == found[1]
+    with_scales_of_one = driver(*load(replace(on_gpu, model=str(tiny_models / "llama_bias"), kv_cache_dtype="fp8")))
+    assert with_scales_of_one.run([Sequence(prompt(n), greedy, ends=(EOS_ID,)) for n in ALL]) != found[0]

@@ -20,19 +20,19 @@ _EXTENSION = "sluicegate.client"
 class Writer(Protocol):
     """The body of a response as the server takes it: whole events, without an `await` for each.
 
-    Who looks at `is_full` before a write, and waits for `drain` where it is, keeps no more in memory
+    Who looks at `write_paused` before a write, and waits for `drain` where it is, keeps no more in memory
     than a connection's buffer. ASGI's `send` is for what comes before and after.
     """
 
     @property
-    def is_full(self) -> bool:
-        """Whether the client reads more slowly than is written."""
+    def write_paused(self) -> bool:
+        """Whether the client reads too slowly: it is time to wait."""
 
     def write(self, piece: bytes) -> None:
         """To a client that has left it goes nowhere."""
 
     async def drain(self) -> None:
-        """Returns when it is not full."""
+        """Returns when writing is not paused."""
 
 
 class Client:

@@ -55,19 +55,25 @@ class LinkFault(Exception):
     """The connection is of no more use; the text is the reason."""
 
 
+class Push(Protocol):
+    def __call__(self, first: int, ids: array[int], rows: Logprobs | None, start: int, end: int) -> None:
+        """Tokens from number `first` on: those from `start` to `end` of a frame, with their `rows` if it has any.
+
+        Raises Gap if a token is missing before them.
+        """
+
+
 class Receiver(Protocol):
     """Who a Submit's answers are for. After `finished` or `lost` nothing more comes."""
+
+    @property
+    def push(self) -> Push:
+        """What takes tokens: nothing that could be left out is between it and the connection."""
 
     def admitted(self, cached_tokens: int) -> None: ...
 
     def push_prompt(self, first: int, rows: Logprobs) -> None:
         """Logprobs of prompt tokens from position `first` on. Raises Gap if one is missing before them."""
-
-    def push(self, first: int, ids: array[int], rows: Logprobs | None, start: int, end: int) -> None:
-        """Tokens from number `first` on: those from `start` to `end` of a frame, with their `rows` if it has any.
-
-        Raises Gap if a token is missing before them.
-        """
 
     def finished(self, message: Finished) -> None:
         """The terminal frame. Raises Gap if tokens are missing before it."""

@@ -17,19 +17,20 @@ from gateway.stream import Choice
 class EventOutlet:
     """An outlet for `Generation.pour`: events of choices, measured and written."""
 
-    __slots__ = ("_frames", "_measure", "_reply", "_writer", "drain")
+    __slots__ = ("_delivered", "_frames", "_measure", "_reply", "_writer", "drain")
 
     def __init__(self, reply: Reply, measure: RequestMeasure, writer: Writer) -> None:
         self._reply = reply
         self._frames = reply.text_frames
         self._measure = measure
+        self._delivered = measure.delivered
         self._writer = writer
         self.drain = writer.drain
 
     def put(self, choice: Choice) -> bool:
         """Write what is unread of a choice, unless the client reads too slowly."""
         writer = self._writer
-        if writer.is_full:
+        if writer.write_paused:
             return False
         frame = self._frames[choice.index]
         if frame is None or choice.finished:
@@ -39,7 +40,7 @@ class EventOutlet:
                 writer.write(events)
         else:
             text = choice.take_text()
-            self._measure.delivered(choice.index)
+            self._delivered(choice.index)
             if text:
                 before, after = frame
                 writer.write(b"".join((before, orjson.dumps(text), after)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from array import array
 from typing import Protocol
 
 from gateway.connection import Connection
@@ -59,6 +58,7 @@ class Placement:
         "num_known",
         "origin",
         "patience_s",
+        "push",
         "request",
         "resumed_exactly",
         "retry_at",
@@ -93,6 +93,7 @@ class Placement:
         self.num_known = 0  # what it had received when its present engine got it
         self.deaths = 0  # engines lost in a row without a token, or a logprob of the prompt, from them
         self.resumed_exactly: bool | None = None  # None when not resumed, or counted already
+        self.push = choice.push
         choice.carried_by(self)
 
     @property
@@ -124,17 +125,6 @@ class Placement:
     def push_prompt(self, first: int, rows: Logprobs) -> None:
         self.choice.push_prompt(first, rows)
 
-    def push(self, first: int, ids: array[int], rows: Logprobs | None, start: int, end: int) -> None:
-        try:
-            self.choice.push(first, ids, rows, start, end)
-        except Gap:
-            raise
-        except Exception:
-            # The text side failed on these ids: that ends this request, not everybody's.
-            log.exception("choice_failed", extra={"request_id": self.request.request_id})
-            self.leave(AbortReason.CLIENT)
-            self.choice.fail(EngineFailed("the gateway could not make text of the generated tokens."))
-
     def finished(self, message: Finished) -> None:
         num_generated = len(self.choice.generated_ids)
         if message.error is None and message.num_generated != num_generated:
@@ -161,6 +151,13 @@ class Placement:
             seat.connection.abort(seat.handle, reason)
         elif self.waiting is not None:
             self.waiting.cancel()  # its siblings in the line leave with it
+
+    def broke(self) -> None:
+        log.exception("choice_failed", extra={"request_id": self.request.request_id})
+        self.leave(AbortReason.CLIENT)
+        self.choice.fail(EngineFailed("the gateway could not make text of the generated tokens."))
+
+    # --- its own --------------------------------------------------------------------------------
 
     def submit(self, seat: Seat) -> None:
         """Give the choice to an engine."""

@@ -66,7 +66,7 @@ class _KeepAlive:
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._write)
 
     def _write(self) -> None:
-        if not self._writer.is_full:
+        if not self._writer.write_paused:
             self._writer.write(KEEP_ALIVE)
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._write)
 

@@ -91,6 +91,9 @@ class Carrier(Protocol):
     def leave(self, reason: AbortReason) -> None:
         """The choice has ended before its engine said so; called at most once."""
 
+    def broke(self) -> None:
+        """The text side failed on the ids that came (the exception is in hand): this choice cannot go on."""
+
 
 class ChoiceOwner(Protocol):
     """Whose choice it is, as the choice sees it: `gateway.generation.Generation`."""
@@ -124,6 +127,7 @@ class Choice:
         "admitted",
         "cached_tokens",
         "ended",
+        "finished",
         "first_token_at",
         "generated_ids",
         "in_mailbox",
@@ -149,6 +153,7 @@ class Choice:
         self.cached_tokens = 0  # prompt tokens the engine did not have to compute
         self.admitted = False  # an engine has begun with it
         self.ended = False
+        self.finished = False  # it has a finish reason: it came to its own end
         self.first_token_at: float | None = None  # seconds of `time.perf_counter`
         self.in_mailbox = False
         self._generation = generation
@@ -216,24 +221,32 @@ class Choice:
             raise Gap(f"token {first} came where {known} was next")
         if not known:
             self._begin()
-        for at in range(start + known - first, len(ids) if end is None else end):
-            token = ids[at]
-            generated_ids.append(token)
-            if unread_rows is not None:
-                if rows is None:
-                    raise Gap(f"token {len(generated_ids) - 1} came without the logprobs that were asked")
-                append_row(unread_rows, rows, at)
-            if token in self._stop_ids and self._is_stop(token) and not self.include_stop:
-                continue  # its Finished follows
-            text = self._decoder.push(token)
-            if self._has_stops:
-                text, matched = self._matcher.push(text, armed=len(generated_ids) > self.sampling.min_tokens)
-                if matched is not None:
-                    self._unread_text.append(text)
-                    self._end(FinishReason.STOP, matched)
-                    self._leave(AbortReason.STOP_STRING)
-                    return
-            self._unread_text.append(text)
+        try:
+            for at in range(start + known - first, len(ids) if end is None else end):
+                token = ids[at]
+                generated_ids.append(token)
+                if unread_rows is not None:
+                    if rows is None:
+                        raise Gap(f"token {len(generated_ids) - 1} came without the logprobs that were asked")
+                    append_row(unread_rows, rows, at)
+                if token in self._stop_ids and self._is_stop(token) and not self.include_stop:
+                    continue  # its Finished follows
+                text = self._decoder.push(token)
+                if self._has_stops:
+                    text, matched = self._matcher.push(text, armed=len(generated_ids) > self.sampling.min_tokens)
+                    if matched is not None:
+                        self._unread_text.append(text)
+                        self._end(FinishReason.STOP, matched)
+                        self._leave(AbortReason.STOP_STRING)
+                        return
+                self._unread_text.append(text)
+        except Gap:
+            raise
+        except Exception:
+            if self._carrier is None:
+                raise
+            self._carrier.broke()
+            return
         if known < len(generated_ids):
             self._generation.post(self)
 
@@ -282,7 +295,7 @@ class Choice:
         return token in self._stop_ids and len(self.generated_ids) > self.sampling.min_tokens
 
     def _end(self, reason: FinishReason, stop_reason: str | int | None) -> None:
-        self.ended = True
+        self.ended = self.finished = True
         self._finish_reason, self._stop_reason = reason, stop_reason
         self._generation.post(self)
 
@@ -297,11 +310,6 @@ class Choice:
     def _leave(self, reason: AbortReason) -> None:
         if self._carrier is not None:
             self._carrier.leave(reason)
-
-    @property
-    def finished(self) -> bool:
-        """It has a finish reason: it came to its own end."""
-        return self._finish_reason is not None
 
     def take_text(self) -> str:
         """The unread text, for who needs no more of a delta; not the last of a choice."""

@@ -30,19 +30,15 @@ class Turn:
     """The transports of one event loop that have something to write."""
 
     def __init__(self) -> None:
-        self._waiting: deque[TurnTransport] = deque()
+        #: Who puts the first one here calls `end` soon.
+        self.waiting: deque[TurnTransport] = deque()
 
-    def add(self, transport: TurnTransport, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._waiting:
-            loop.call_soon(self._end, loop)
-        self._waiting.append(transport)
-
-    def _end(self, loop: asyncio.AbstractEventLoop) -> None:
-        waiting = self._waiting
+    def end(self, loop: asyncio.AbstractEventLoop) -> None:
+        waiting = self.waiting
         for _ in range(min(len(waiting), _MOST)):
             waiting.popleft().flush()
         if waiting:
-            loop.call_soon(self._end, loop)
+            loop.call_soon(self.end, loop)
 
 
 class TurnTransport(asyncio.Transport):
@@ -52,13 +48,14 @@ class TurnTransport(asyncio.Transport):
     takes a fourteenth off uvloop's way through a queue of its own.
     """
 
-    __slots__ = ("_fd", "_loop", "_transport", "_turn", "_unsent")
+    __slots__ = ("_fd", "_loop", "_may_be_behind", "_transport", "_turn", "_unsent", "_waiting")
 
     def __init__(self, transport: asyncio.Transport, turn: Turn, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self._transport = transport
-        self._turn = turn
+        self._turn, self._waiting = turn, turn.waiting
         self._loop = loop
+        self._may_be_behind = False  # something may wait below
         self._fd = int(transport.get_extra_info("socket").fileno())
         self._unsent = b""
 
@@ -66,8 +63,10 @@ class TurnTransport(asyncio.Transport):
         if self._unsent:
             self._unsent += data
         elif data:
-            self._turn.add(self, self._loop)
             self._unsent = bytes(data)  # itself where it is bytes
+            if not self._waiting:
+                self._loop.call_soon(self._turn.end, self._loop)
+            self._waiting.append(self)
 
     def flush(self) -> None:
         """Hand over what is unsent; of a connection that is gone it is dropped."""
@@ -75,7 +74,8 @@ class TurnTransport(asyncio.Transport):
         # The descriptor is the transport's: once that is closing, it may be another connection's.
         if not data or self._transport.is_closing():
             return
-        if not self._transport.get_write_buffer_size():
+        if not self._may_be_behind or not self._transport.get_write_buffer_size():
+            self._may_be_behind = False
             try:
                 num_sent = os.write(self._fd, data)
             except OSError:  # full, or gone, which the transport finds and tells
@@ -83,6 +83,7 @@ class TurnTransport(asyncio.Transport):
             if num_sent == len(data):
                 return
             data = data[num_sent:]
+        self._may_be_behind = True
         self._transport.write(data)
 
     def close(self) -> None:
@@ -108,33 +109,23 @@ class TurnTransport(asyncio.Transport):
         self._transport.set_protocol(protocol)
 
 
-class BodyWriter:
-    """A `gateway.client.Writer`: pieces of a response's body, in chunks but for HTTP/1.0.
+class BodyWriter(FlowControl):
+    """A connection's flow control that is a `gateway.client.Writer`: pieces of a response's body.
 
     What uvicorn's `send` does with a piece, without a message and a coroutine for each.
     """
 
-    __slots__ = ("_chunked", "_flow", "_transport")
-
-    def __init__(self, flow: FlowControl, transport: asyncio.Transport, *, chunked: bool) -> None:
-        self._flow = flow
-        self._transport = transport
-        self._chunked = chunked
-
-    @property
-    def is_full(self) -> bool:
-        return self._flow.write_paused
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self.is_chunked = True  # but for HTTP/1.0
 
     def write(self, piece: bytes) -> None:
         assert piece, "an empty chunk is the end of the body"
-        if self._chunked:
+        if self.is_chunked:
             size = len(piece)
             head = _CHUNK_HEADS[size] if size < len(_CHUNK_HEADS) else b"%x\r\n" % size
             piece = b"".join((head, piece, b"\r\n"))
         self._transport.write(piece)
-
-    async def drain(self) -> None:
-        await self._flow.drain()
 
 
 def batching_protocol(request_timeout_s: float) -> type[Http1Protocol]:
@@ -142,11 +133,13 @@ def batching_protocol(request_timeout_s: float) -> type[Http1Protocol]:
     turn = Turn()
 
     class BatchingProtocol(Http1Protocol):
+        _writer: BodyWriter
         _client: Client | None = None  # of the last request
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             self.request_timeout_s = request_timeout_s
             super().connection_made(TurnTransport(transport, turn, self.loop))
+            self.flow = self._writer = BodyWriter(self.transport)
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
@@ -154,8 +147,8 @@ def batching_protocol(request_timeout_s: float) -> type[Http1Protocol]:
                 self._client.left()
 
         def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-            chunked = cycle.scope["http_version"] != "1.0"
-            self._client = Client(BodyWriter(self.flow, self.transport, chunked=chunked))
+            self._writer.is_chunked = cycle.scope["http_version"] != "1.0"
+            self._client = Client(self._writer)
             cycle.scope["extensions"] = self._client.extensions()
             super()._start_asgi_task(cycle, app)
 

@@ -1,12 +1,14 @@
-"""A histogram that takes many observations at a time, for what is observed at every token.
+"""A histogram of the times between events, for what happens at every token.
 
-`prometheus_client.Histogram` takes one: 1.2 µs, and thrice that where several workers share files. This is a collector
-over the library's own values (`prometheus_client.values`), so it adds up over workers as all others do.
+`prometheus_client.Histogram` takes its observations one by one: 1.2 µs, and thrice that where several workers share
+files. This is a collector over the library's own values (`prometheus_client.values`), so it adds up over workers as
+all others do.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -29,7 +31,7 @@ _written: Callable[[float], str] = floatToGoString
 
 
 class Tally:
-    """The observations of one label set; `observe` takes 0.3 µs. What was observed shows after `FLUSH_S` or `flush`."""
+    """The observations of one label set; `lap` takes 0.4 µs. What was observed shows after `FLUSH_S` or `flush`."""
 
     FLUSH_S = 1.0
 
@@ -49,8 +51,13 @@ class Tally:
         self._counts = [0] * len(self._bounds)
         self._flush_at = 0.0
 
-    def observe(self, amount: float, now: float) -> None:
-        """`now` is in seconds of any clock, always the same."""
+    def lap(self, times: list[float | None], at: int) -> None:
+        """Observe the seconds since `times[at]`, unless that is None, and put the time there (`time.perf_counter`)."""
+        now, since = time.perf_counter(), times[at]
+        times[at] = now
+        if since is None:
+            return
+        amount = now - since
         self._sum += amount
         self._counts[bisect_left(self._bounds, amount)] += 1
         if now >= self._flush_at:

@@ -165,7 +165,7 @@ class _Leaving:
 
 
 class SendWriter:
-    """A Writer over a server's `send`: full until that has taken what was written."""
+    """A Writer over a server's `send`: paused until that has taken what was written."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -173,7 +173,7 @@ class SendWriter:
         self._pieces: list[bytes] = []
 
     @property
-    def is_full(self) -> bool:
+    def write_paused(self) -> bool:
         return self._sending is not None
 
     def write(self, piece: bytes) -> None:

@@ -38,7 +38,7 @@ class Measure:
 
 class Client:
     def __init__(self) -> None:
-        self.is_full = False
+        self.write_paused = False
         self.got: list[bytes] = []
 
     def write(self, piece: bytes) -> None:
@@ -58,10 +58,10 @@ async def test_events_with_no_more_than_text_are_put_between_bytes() -> None:
     frames[0] = (b"text ", b";")
     choice.push(1, u32([1]))
     assert outlet.put(choice)
-    client.is_full = True
+    client.write_paused = True
     choice.push(2, u32([2, 3]))
     assert not outlet.put(choice)
-    client.is_full = False
+    client.write_paused = False
     choice.push(4, u32([4]))
     assert outlet.put(choice)
     choice.finish(FinishReason.LENGTH, None)

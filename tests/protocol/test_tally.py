@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 
-from protocol.tally import TalliedHistogram
+from protocol.tally import TalliedHistogram, Tally
 
-BOUNDS = (0.002, 0.01, 0.5, 10.0)
+BOUNDS = (2**-9, 2**-6, 0.5, 8.0)
 
 
-def test_a_tally_is_its_observations() -> None:
+def test_a_tally_is_its_observations(monkeypatch: pytest.MonkeyPatch) -> None:
     disable_created_metrics()
-    amounts = (0.0, 0.001, 0.002, 0.0021, 0.03, 0.03, 9.0, 10.0, 11.0, 400.0)
+    amounts = (0.0, 2**-10, 2**-9, 2**-8, 2**-5, 2**-5, 7.0, 8.0, 9.0, 400.0)
     registries = [CollectorRegistry(), CollectorRegistry()]
     one_by_one = Histogram("gap_seconds", "Gaps.", ("model",), registry=registries[0], buckets=BOUNDS)
     in_bulk = TalliedHistogram("gap_seconds", "Gaps.", ("model",), BOUNDS, registries[1])
@@ -20,14 +22,24 @@ def test_a_tally_is_its_observations() -> None:
     assert in_bulk.labels("m") is tally
     for number, amount in enumerate(amounts):
         one_by_one.labels("m").observe(amount)
-        tally.observe(amount, now=100 + number / 8)
+        _lap(tally, amount, 1000 + number / 8, monkeypatch)
     # The first goes at once, the next when a second is over, the last waits.
     assert 'gap_seconds_count{model="m"} 9.0' in generate_latest(registries[1]).decode()
     tally.flush()
     tally.flush()
     one_by_one.labels("other").observe(1)
-    in_bulk.labels("other").observe(1, 0)
+    _lap(in_bulk.labels("other"), 1.0, 1000.0, monkeypatch)
     assert generate_latest(registries[1]) == generate_latest(registries[0])
+
+
+def _lap(tally: Tally, amount: float, now: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two things began `amount` ago, the first not yet."""
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    times: list[float | None] = [None, now - amount]
+    tally.lap(times, 1)
+    assert times == [None, now]
+    tally.lap(times, 0)
+    assert times == [now, now]
 
 
 def test_a_name_is_taken_once() -> None:

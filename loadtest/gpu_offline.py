@@ -117,9 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab", type=int, required=True)
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--device", required=True)
+    parser.add_argument("--no-reproducible", dest="reproducible", action="store_false")
     options = parser.parse_args(argv)
     begun = time.perf_counter()
-    with LLM(options.model, load_format="dummy", device=options.device) as llm:
+    with LLM(options.model, load_format="dummy", device=options.device, reproducible=options.reproducible) as llm:
         _print("load_s", [time.perf_counter() - begun])
         offline = Offline(llm, options.vocab, options.repeats, random.Random(1))
         offline.warm_up()

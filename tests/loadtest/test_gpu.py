@@ -97,11 +97,28 @@ def test_a_part_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("loadtest.gpu._lines_of_child", lines)
     told: list[str] = []
-    plan = Plan(offline={"tiny": ("decode:2",), "qwen06b": ("decode:2",)}, http=(), repeats=3, device="cpu")
+    offline = {"tiny": ("decode:2",), "qwen06b": ("decode:2",)}
+    plan = Plan(offline=offline, fastest={}, http=(), repeats=3, device="cpu")
     report = measure(plan, ["python"], told.append)
     assert report.failures == {"tiny": "gpu_offline: the device is gone"}
     assert report.results == {"tiny": {"decode_ms": {"2": 1.5}}, "qwen06b": {"decode_ms": {"2": 1.5}}}
     assert told[1:3] == ["  decode:2: 1.5, 1.25, 9", "tiny failed: gpu_offline: the device is gone"]
+
+
+def test_the_cost_of_reproducibility(report: Report) -> None:
+    report.add(("llama8b", "decode_ms", "1"), [4.2, 4.4, 4.3])
+    report.add(("llama8b", "prefill_tok_s", "16x2048"), [40_000.0])
+    report.add(("fastest", "llama8b", "decode_ms", "1"), [4.0])
+    report.add(("fastest", "llama8b", "decode_ms", "16"), [4.5])
+    report.add(("fastest", "llama8b", "prefill_tok_s", "16x2048"), [41_000.0])
+    gpu._add_costs("llama8b", gpu.FASTEST, report)
+    costs = report.results["reproducible_cost"]
+    assert costs == {"1": pytest.approx(7.5), "prefill": pytest.approx(2.5)}
+    rows = [row for row in gpu_report.table(report).splitlines() if "cost" in row]
+    assert rows == [
+        "| reproducible_cost.1 | – | 3 | 1 | – | 7.5, missed | – | – |",
+        "| reproducible_cost.prefill | – | 8 | 3 | – | 2.5 | – | – |",
+    ]
 
 
 def test_a_child_that_fails_says_why() -> None:
@@ -112,14 +129,18 @@ def test_a_child_that_fails_says_why() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # three starts, one of which compiles
 def test_a_small_run(tmp_path: Path) -> None:
-    plan = Plan(offline={"tiny": MEASURES}, http=(HttpLevel(2, 1, 4),), repeats=2, device="cpu")
+    http = (HttpLevel(2, 1, 4),)
+    plan = Plan(offline={"tiny": MEASURES}, fastest={"tiny": MEASURES[:2]}, http=http, repeats=2, device="cpu")
     told: list[str] = []
     report = measure(plan, ["python"], told.append)
     names = {"tiny.load_s", "tiny.decode_ms.2", "tiny.prefill_tok_s.2x64", "tiny.ttft_ms.64", "tiny.ttft_ms.64_hit"}
     names |= {"http.tok_s.2", "http.itl_p99_ms.2", "http.ttft_p50_ms.2", "startup_s.cold", "startup_s.warm"}
-    assert set(report.values) == names
-    assert all(value > 0 for values in report.values.values() for value in values)
+    names |= {"fastest.tiny.load_s", "fastest.tiny.decode_ms.2", "fastest.tiny.prefill_tok_s.2x64"}
+    costs = {"reproducible_cost.2", "reproducible_cost.prefill"}
+    assert set(report.values) == names | costs
+    times = [name for name in names if "decode_ms" not in name]  # a difference, on a busy machine even below 0
+    assert all(value > 0 for name in times for value in report.values[name])
     assert len(report.values["tiny.decode_ms.2"]) == len(report.values["http.tok_s.2"]) == 2
-    assert len(told) == 4 + len(MEASURES) + 2  # each measure, load_s, and the level's rate
+    assert len(told) == 4 + len(MEASURES) + 2 + 4  # each measure, load_s, and the level's rate; measures made again
     assert report.failures == {}
     assert gpu_report.draw(report, tmp_path / "roofline.png").stat().st_size > 10_000

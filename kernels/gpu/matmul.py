@@ -1,8 +1,8 @@
 """Matrix products that add over K in order, so that a row has the same bits in a call of any size.
 
-Up to 64 rows: our tiles of 16, 32 or 64 rows. Above: cuBLASLt with split-K forbidden, which was
-measured to give the same bits in the types it is used for. Everything a library does not do in that
-way (float32, a bias added before rounding, float32 results) stays with the tiles.
+Up to 64 rows, or 128 of small weights: our tiles of 16, 32 or 64 rows. Above: cuBLASLt with split-K
+forbidden, which was measured to give the same bits in the types it is used for. Everything a library
+does not do in that way (float32, a bias added before rounding, float32 results) stays with the tiles.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from kernels.gpu.launch import Limits, begin, limits, wait
 #: Above this many rows the library is faster than the tiles (H200: 4.22 against 4.27 ms of a model's
 #: products at 64 rows, 5.04 against 4.65 at 128).
 MOST_TILE_ROWS = 64
+
+#: The same for small weights, of which the library makes few programs (1024 columns of 3072, 64 rows: 75 us against 7).
+MOST_TILE_ROWS_OF_SMALL = 128
+
+#: A weight is small with so few columns, or with so few elements (of a gated product, those of one half).
+_FEW_COLUMNS, _FEW_ELEMENTS = 2048, 1 << 22
 
 
 @triton.jit
@@ -181,8 +187,14 @@ def choose_tile(x: Tensor, weight: Tensor, *, has_bias: bool, gated: bool, out_d
     if x.dtype == torch.float32:  # no tensor core adds exactly in float32: plain multiply-adds, small tiles
         return Tile(16 if num_rows <= 16 else 64, 32, 32, 4, 2, swap=False)
     library_can = x.is_cuda and not has_bias and out_dtype == x.dtype
-    if num_rows > MOST_TILE_ROWS:
+    few_columns = num_out <= _FEW_COLUMNS and not gated
+    small = few_columns or num_out * num_in <= _FEW_ELEMENTS
+    if num_rows > (MOST_TILE_ROWS_OF_SMALL if small else MOST_TILE_ROWS):
         return None if library_can else Tile(128, 128, 64, 8, 3, swap=False)
+    if few_columns:
+        return _tile_of_few_columns(num_rows, num_out, num_in)
+    if small:
+        return _tile_of_small(num_rows, num_out, num_in, gated=gated)
     if num_rows > 32:
         if library_can and not gated and num_out < 6144:
             return None
@@ -190,7 +202,7 @@ def choose_tile(x: Tensor, weight: Tensor, *, has_bias: bool, gated: bool, out_d
             return Tile(64, 64, 64, 4, 3, swap=False, prefetch=256)
         return Tile(64, 64, 128, 4, 4 if gated else 5, swap=False, prefetch=256)
     if num_out < 4096:  # few columns: narrow tiles, or most processors would have none
-        return Tile(16 if num_rows <= 16 else 32, 16 if num_out <= 2048 else 32, 128, 4, 5, swap=False, prefetch=256)
+        return Tile(16 if num_rows <= 16 else 32, 32, 128, 4, 5, swap=False, prefetch=256)
     if num_rows > 16:
         return Tile(32, 64, 128, 4, 4 if gated else 5, swap=True, prefetch=256)
     if gated:
@@ -203,6 +215,35 @@ def choose_tile(x: Tensor, weight: Tensor, *, has_bias: bool, gated: bool, out_d
     if num_out <= 4096 and num_rows <= 4:  # the product after attention, which reads while weights would
         return Tile(16, 64, 128, 4, 6, swap=True)
     return Tile(16, 64, 128, 4, 6, swap=True, prefetch=256)
+
+
+def _tile_of_few_columns(num_rows: int, num_out: int, num_in: int) -> Tile:
+    """Narrow tiles, or most processors would have none; all of the weight, if may be, asked for ahead."""
+    if num_rows <= 16:
+        if num_in % 256:
+            return Tile(16, 16, 128, 4, 5, swap=False, prefetch=256)
+        if num_in > 2048 and num_in % 512 == 0:
+            return Tile(16, 16, 512, 4, 5, swap=False, prefetch=2048)
+        return Tile(16, 16, 256, 4, 8, swap=False, prefetch=_ahead(num_in))
+    if num_rows <= 64:
+        return Tile(16, 64, 128, 4, 8, swap=True, prefetch=_ahead(num_in))
+    columns, depth = (16 if num_out <= 1024 else 32), (128 if num_in % 256 else 256)
+    return Tile(64, columns, depth, 4, 5, swap=False, prefetch=_ahead(num_in))
+
+
+def _tile_of_small(num_rows: int, num_out: int, num_in: int, *, gated: bool) -> Tile:
+    if num_rows > 64:
+        return Tile(64, 64, 128, 4, 4 if gated else 5, swap=False, prefetch=256)
+    if num_rows > 16:
+        return Tile(64, 32, 128, 4, 5 if gated else 6, swap=False, prefetch=_ahead(num_in))
+    if num_out >= 4096:
+        return Tile(16, 64, 128, 4, 6, swap=True)
+    return Tile(16, 16 if num_out <= 2048 else 32, 128, 4, 8, swap=False, prefetch=_ahead(num_in))
+
+
+def _ahead(num_in: int) -> int:
+    """Columns of a small weight that are asked for ahead."""
+    return 2048 if num_in >= 2048 else 1024 if num_in >= 1024 else 256
 
 
 def _launch(

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels._triton import triton
 from kernels.gpu import mode
 from kernels.gpu.compiling import compile_ahead
-from kernels.gpu.matmul import gated_linear, linear
+from kernels.gpu.products import gated_linear, linear
 
 #: Raised whenever an operator on a GPU may change a bit of its result.
 GPU_NUMERICS = 1

@@ -25,6 +25,7 @@ from kernels.gpu import (
     decode,
     embedding,
     experts,
+    held,
     logprobs,
     matmul,
     mode,
@@ -137,6 +138,34 @@ def test_products(dtype: torch.dtype, rows: int) -> None:
             for kind, reference in REFERENCES.items():
                 gated = reference((wanted + bias).to(dtype))
                 assert error(matmul.gated_linear(x, weight, bias, kind), gated) < CLOSE[dtype]
+
+
+@pytest.mark.parametrize(("num_in", "rows"), [(1024, 1), (1024, 5), (2048, 8)])
+def test_products_of_few_rows_by_small_weights(num_in: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "choose_tile", None)  # no product is left to the tiles
+    x, weight, bias = torch.randn(rows, num_in).half(), (torch.randn(40, num_in) / 32).half(), torch.randn(40)
+    residual = torch.randn(rows, 40).half()
+    wanted = x.double() @ weight.double().t()
+    assert error(products.linear(x, weight, None, torch.float32), wanted) < 1e-6
+    rounded = (wanted + bias).half()
+    added = products.add_linear(x, weight, bias, residual)
+    assert added is not None
+    assert error(added, rounded.double() + residual.double()) < CLOSE[torch.float16]
+    for kind, reference in REFERENCES.items():
+        assert error(products.gated_linear(x, weight, bias, kind), reference(rounded)) < CLOSE[torch.float16]
+
+
+@pytest.mark.parametrize("num_in", [1024, 72])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_products_of_normed_rows_have_the_bits_of_their_parts(num_in: int, rows: int) -> None:
+    """In a kernel of their own for a single row of 1024."""
+    x, weight, bias = torch.randn(rows, num_in).half(), (torch.randn(40, num_in) / 32).half(), torch.randn(40)
+    row_norm = held.RowNorm(1 + torch.randn(num_in).half() / 8, 1e-6)
+    normed, _ = norm.rms_norm(x, row_norm.weight, row_norm.eps, None)
+    found = products.normed_linear(x, row_norm, weight, bias)
+    assert torch.equal(found, products.linear(normed, weight, bias, torch.float16))
+    found = products.normed_gated_linear(x, row_norm, weight, bias, Activation.GELU_TANH)
+    assert torch.equal(found, products.gated_linear(normed, weight, bias, Activation.GELU_TANH))
 
 
 @pytest.fixture

@@ -68,6 +68,7 @@ def compiling(capability: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Comp
             "decode",
             "embedding",
             "experts",
+            "held",
             "logprobs",
             "matmul",
             "norm",

@@ -15,10 +15,12 @@ from kernels.gpu import (
     attention,
     embedding,
     experts,
+    held,
     logprobs,
     matmul,
     noise,
     norm,
+    products,
     routing,
     sampling,
     vector,
@@ -82,6 +84,21 @@ def test_products_of_a_single_row_as_sums(capability: int, monkeypatch: pytest.M
     # The weight is on its way before the kernel waits for x.
     for text in compiled.assembly if capability >= 90 else ():
         assert "ld.global" in text[: text.index("griddepcontrol.wait")]
+
+
+def test_products_of_small_weights(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with compiling(capability, monkeypatch) as compiled:
+        for num_out, num_in in ((4096, 1024), (1024, 2048), (1024, 3072)):
+            weight = torch.empty(num_out, num_in, dtype=torch.bfloat16)
+            for rows in (1, *ROW_COUNTS):
+                products.linear(torch.empty(rows, num_in, dtype=torch.bfloat16), weight, None, torch.bfloat16)
+        weight = torch.empty(6144, 1024, dtype=torch.bfloat16)
+        for rows in ROW_COUNTS:
+            products.gated_linear(torch.empty(rows, 1024, dtype=torch.bfloat16), weight, None)
+        x, norm = torch.empty(1, 1024, dtype=torch.bfloat16), held.RowNorm(weight[0], 1e-6)
+        products.normed_gated_linear(x, norm, weight, None)
+        products.normed_linear(x, norm, weight[:4096], torch.empty(4096))
+    assert ("held_kernel" in compiled.names) == (capability >= 90)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

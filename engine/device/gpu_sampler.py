@@ -21,6 +21,10 @@ from engine.plan import SlotState
 from protocol.sampling import SamplingParams
 
 
+#: Beyond every place.
+_NEVER = 2**62
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _SlotRules:
     """What the host must know of a slot."""
@@ -34,6 +38,12 @@ class _SlotRules:
 
     def masks_ends(self, place: int) -> bool:
         return bool(self.masked_until_min) and place - self.num_prompt < self.params.min_tokens
+
+    @property
+    def plain_from(self) -> int:
+        if self.biased or self.penalised or self.has_bad_words or self.params.logprobs is not None:
+            return _NEVER
+        return self.num_prompt + self.params.min_tokens if self.masked_until_min else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +66,8 @@ class GpuSampler:
         self._floats = np.zeros((3, max_num_seqs), np.float32)  # temperature, top_p, min_p
         self._top_k = np.zeros(max_num_seqs, np.int32)
         self._seeds = np.zeros(max_num_seqs, np.int64)
+        #: The place in its sequence from which on a slot's tokens need no more than `pick`.
+        self._plain_from = np.zeros(max_num_seqs, np.int64)
         self._bias: Tensor | None = None  # -inf for what is not allowed
         self._in_prompt: Tensor | None = None
         self._generated: Tensor | None = None
@@ -78,6 +90,7 @@ class GpuSampler:
             masked_until_min=state.masked_until_min,
         )
         self._rules[slot] = rules
+        self._plain_from[slot] = rules.plain_from
         if rules.biased:
             self._enter_bias(slot, params)
         if rules.penalised:
@@ -99,13 +112,7 @@ class GpuSampler:
 
     def is_plain(self, slots: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> bool:
         """Whether no row needs more than `pick`."""
-        for slot, place in zip(slots.tolist(), places.tolist(), strict=True):
-            rules = self._slot_rules(slot)
-            if rules.biased or rules.penalised or rules.has_bad_words or rules.masks_ends(place):
-                return False
-            if rules.params.logprobs is not None:
-                return False
-        return True
+        return bool((places >= self._plain_from[slots]).all())
 
     def pick(self, logits: Tensor, columns: Columns[Tensor], last_ids: Tensor) -> Tensor:
         """Ids int32 [num_sampled] for float32 logits [num_sampled, vocab_size]; below 0 where there is none."""

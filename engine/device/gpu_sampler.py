@@ -20,7 +20,6 @@ from engine.device.staging import Columns, Ints
 from engine.plan import SlotState
 from protocol.sampling import SamplingParams
 
-
 #: Beyond every place.
 _NEVER = 2**62
 

@@ -53,7 +53,10 @@ if TYPE_CHECKING:
     from kernels.matmul import add_linear as add_linear
     from kernels.matmul import gated_linear as gated_linear
     from kernels.matmul import linear as linear
+    from kernels.matmul import normed_gated_linear as normed_gated_linear
+    from kernels.matmul import normed_linear as normed_linear
     from kernels.matmul import pack_linear as pack_linear
+    from kernels.norm import RowNorm as RowNorm
     from kernels.norm import head_norm_ as head_norm_
     from kernels.norm import rms_norm as rms_norm
     from kernels.program import NotRecordable as NotRecordable
@@ -80,6 +83,8 @@ _HOMES = {
     "PackedExperts": "experts",
     "PackedLinear": "matmul",
     "Program": "program",
+    "RowNorm": "norm",
+    "ShortTiles": "sharing",
     "TileSchedule": "attention",
     "TokenLogprobs": "sampling",
     "UNSCALED": "kv_cache",
@@ -98,6 +103,8 @@ _HOMES = {
     "logprobs": "sampling",
     "logprobs_ahead": "gpu.logprobs",
     "mix_experts": "experts",
+    "normed_gated_linear": "matmul",
+    "normed_linear": "matmul",
     "num_threads": "backend",
     "numerics_name": "backend",
     "pack_linear": "matmul",

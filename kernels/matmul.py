@@ -16,6 +16,7 @@ from kernels.backend import native
 from kernels.cpu import pages
 from kernels.cpu.library import DTYPES
 from kernels.gate import Activation
+from kernels.norm import RowNorm, rms_norm
 
 #: Output columns side by side in a panel of the native layout.
 PANEL = 16
@@ -150,6 +151,32 @@ def add_linear(x: Tensor, packed: PackedLinear, bias: Tensor | None, residual: T
         if total is not None:
             return None, total
     return linear(x, packed, bias), residual
+
+
+def normed_linear(x: Tensor, norm: RowNorm, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
+    """`linear` of `rms_norm`, in one pass where the device has one: x [M, K] → [M, N] in x.dtype."""
+    if x.is_cuda:
+        from kernels.gpu.products import normed_linear as on_gpu
+
+        assert x.dtype == packed.dtype
+        return on_gpu(x, norm, packed.data, bias)
+    return linear(rms_norm(x, norm.weight, norm.eps)[0], packed, bias)
+
+
+def normed_gated_linear(
+    x: Tensor,
+    norm: RowNorm,
+    packed: PackedLinear,
+    bias: Tensor | None = None,
+    activation: Activation = Activation.SILU,
+) -> Tensor:
+    """`gated_linear` of `rms_norm`, in one pass where the device has one: x [M, K] → [M, N / 2] in x.dtype."""
+    if x.is_cuda:
+        from kernels.gpu.products import normed_gated_linear as on_gpu
+
+        assert x.dtype == packed.dtype
+        return on_gpu(x, norm, packed.data, bias, activation)
+    return gated_linear(rms_norm(x, norm.weight, norm.eps)[0], packed, bias, activation)
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kernels.backend import native
 from kernels.cpu.library import DTYPES
 from kernels.reduce import tree_sum
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowNorm:
+    """What `rms_norm` takes beside rows: `weight` [H], and `eps`."""
+
+    weight: Tensor
+    eps: float
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 import kernels
+from engine.layers.norm import RMSNorm
 from engine.loading.weights import Weights
 from engine.quant import ExpertParts, LinearMethod, LinearPart
 
@@ -32,7 +33,9 @@ class Experts:
         self._top_k = top_k
         self._renormalize = renormalize
 
-    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """x [num_tokens, hidden_size] → the experts' sum, of the same shape, and the residual it is to be added to."""
+    def __call__(self, norm: RMSNorm, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """What the experts make of the normed sum of x and residual [num_tokens, hidden_size], and that sum, to which
+        it is to be added. Without x the residual is the sum already."""
+        x, residual = norm(x, residual)
         chosen, weights = kernels.route(self._router.wide_product(x), self._top_k, renormalize=self._renormalize)
         return self._experts.mixed(x, chosen, weights), residual

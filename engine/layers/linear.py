@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from engine.layers.norm import RMSNorm
 from engine.loading.weights import Weights
 from engine.quant import LinearMethod, LinearPart, LinearWeight
 
@@ -32,9 +33,22 @@ class Linear:
         """The layer's output and the residual it is still to be added to, or None and their sum."""
         return self._weight.added_product(x, self._bias, residual)
 
-    def gated(self, x: Tensor, activation: kernels.Activation) -> Tensor:
-        """The activation of the first part times the second: x [M, columns] → [M, rows of one part]."""
-        return self._weight.gated_product(x, self._bias, activation)
+    def after(self, norm: RMSNorm, x: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The layer's output for what `norm` makes of x and the residual, and their sum, both as `norm` has them."""
+        if x is None:
+            assert residual is not None
+            return self._weight.normed_product(residual, norm.rows, self._bias), residual
+        normed, residual = norm(x, residual)
+        return self(normed), residual
+
+    def gated_after(
+        self, norm: RMSNorm, x: Tensor | None, residual: Tensor, activation: kernels.Activation
+    ) -> tuple[Tensor, Tensor]:
+        """As `after`, the output being the activation of the first part times the second: [M, rows of one part]."""
+        if x is None:
+            return self._weight.normed_gated_product(residual, norm.rows, self._bias, activation), residual
+        normed, residual = norm(x, residual)
+        return self._weight.gated_product(normed, self._bias, activation), residual
 
 
 class Embedding:

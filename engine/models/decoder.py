@@ -48,8 +48,10 @@ class _Modules:
     def branch_end(self, prefix: str, bias: bool, part: tuple[str, int, int], norm: str | None) -> BranchEnd:
         return BranchEnd(self.linear(prefix, bias, part), None if norm is None else self.norm(prefix + norm))
 
-    def mlp(self, layer: LayerSpec, prefix: str) -> Callable[[Tensor, Tensor], tuple[Tensor | None, Tensor]]:
-        """A layer's MLP, or the experts in its place: answers as `BranchEnd` does."""
+    def mlp(
+        self, layer: LayerSpec, prefix: str
+    ) -> Callable[[RMSNorm, Tensor | None, Tensor], tuple[Tensor | None, Tensor]]:
+        """A layer's MLP or experts: takes its norm and what that takes, answers as `BranchEnd` does."""
         if layer.experts is not None:
             return self._experts(layer.experts, prefix)
         spec, names = self.spec, self.names
@@ -96,14 +98,14 @@ class BranchEnd:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedMLP:
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(y)) * up(y)), y being the normed sum of x and residual."""
 
     gate_up: Linear
     activation: kernels.Activation
     down: BranchEnd
 
-    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor]:
-        return self.down(self.gate_up.gated(x, self.activation), residual)
+    def __call__(self, norm: RMSNorm, x: Tensor | None, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+        return self.down(*self.gate_up.gated_after(norm, x, residual, self.activation))
 
 
 class DecoderLayer:
@@ -135,10 +137,9 @@ class DecoderLayer:
         self, x: Tensor | None, residual: Tensor | None, batch: ForwardBatch, cache: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         """(output, residual) [num_tokens, hidden_size], the output None where it is added already."""
-        normed, residual = self._attention_norm(x, residual)
-        x, residual = self._output(self._attention(self._qkv(normed), batch, cache), residual)
-        normed, residual = self._mlp_norm(x, residual)
-        return self._mlp(normed, residual)
+        qkv, residual = self._qkv.after(self._attention_norm, x, residual)
+        x, residual = self._output(self._attention(qkv, batch, cache), residual)
+        return self._mlp(self._mlp_norm, x, residual)
 
 
 class Decoder:

@@ -82,6 +82,16 @@ class LinearWeight(Protocol):
         """The activation of the first half of the product times the second: [M, half the rows] in x.dtype."""
         ...
 
+    def normed_product(self, x: Tensor, norm: kernels.RowNorm, bias: Tensor | None) -> Tensor:
+        """The product of the normed x."""
+        ...
+
+    def normed_gated_product(
+        self, x: Tensor, norm: kernels.RowNorm, bias: Tensor | None, activation: kernels.Activation
+    ) -> Tensor:
+        """The gated product of the normed x."""
+        ...
+
     def wide_product(self, x: Tensor) -> Tensor:
         """x [M, columns] → float32 [M, rows]: logits."""
         ...

@@ -27,6 +27,14 @@ class UnquantizedWeight:
     def gated_product(self, x: Tensor, bias: Tensor | None, activation: kernels.Activation) -> Tensor:
         return kernels.gated_linear(x, self.packed, bias, activation)
 
+    def normed_product(self, x: Tensor, norm: kernels.RowNorm, bias: Tensor | None) -> Tensor:
+        return kernels.normed_linear(x, norm, self.packed, bias)
+
+    def normed_gated_product(
+        self, x: Tensor, norm: kernels.RowNorm, bias: Tensor | None, activation: kernels.Activation
+    ) -> Tensor:
+        return kernels.normed_gated_linear(x, norm, self.packed, bias, activation)
+
     def wide_product(self, x: Tensor) -> Tensor:
         return kernels.linear(x, self.packed, out_dtype=torch.float32)
 

@@ -10,7 +10,7 @@ a launch costs, with the bits of `kernels.gpu.norm` (the same reduction by the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from kernels.gate import Activation
 from kernels.gpu.activation import active_times
 from kernels.gpu.launch import begin, limits, wait
 from kernels.gpu.norm import normed
+
+if TYPE_CHECKING:
+    from kernels.norm import RowNorm
 
 #: Rows of x, padded to which they are the narrow operand of an instruction.
 MOST_ROWS = 8
@@ -32,14 +35,6 @@ _HELD = 96 * 1024
 
 #: More programs than this do not all run at once.
 _MOST_PROGRAMS = 264
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowNorm:
-    """The `rms_norm` of x that a product begins with."""
-
-    weight: Tensor
-    eps: float
 
 
 @triton.jit

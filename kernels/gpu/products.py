@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from kernels.gate import Activation
 from kernels.gpu import held, matmul, vector
-from kernels.gpu.held import RowNorm
 from kernels.gpu.mode import in_force
 from kernels.gpu.norm import rms_norm
+
+if TYPE_CHECKING:
+    from kernels.norm import RowNorm
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,6 @@ from kernels.gpu import (
     decode,
     embedding,
     experts,
-    held,
     logprobs,
     matmul,
     mode,
@@ -160,7 +159,7 @@ def test_products_of_few_rows_by_small_weights(num_in: int, rows: int, monkeypat
 def test_products_of_normed_rows_have_the_bits_of_their_parts(num_in: int, rows: int) -> None:
     """In a kernel of their own for a single row of 1024."""
     x, weight, bias = torch.randn(rows, num_in).half(), (torch.randn(40, num_in) / 32).half(), torch.randn(40)
-    row_norm = held.RowNorm(1 + torch.randn(num_in).half() / 8, 1e-6)
+    row_norm = kernels.RowNorm(1 + torch.randn(num_in).half() / 8, 1e-6)
     normed, _ = norm.rms_norm(x, row_norm.weight, row_norm.eps, None)
     found = products.normed_linear(x, row_norm, weight, bias)
     assert torch.equal(found, products.linear(normed, weight, bias, torch.float16))

@@ -15,7 +15,6 @@ from kernels.gpu import (
     attention,
     embedding,
     experts,
-    held,
     logprobs,
     matmul,
     noise,
@@ -95,7 +94,7 @@ def test_products_of_small_weights(capability: int, monkeypatch: pytest.MonkeyPa
         weight = torch.empty(6144, 1024, dtype=torch.bfloat16)
         for rows in ROW_COUNTS:
             products.gated_linear(torch.empty(rows, 1024, dtype=torch.bfloat16), weight, None)
-        x, norm = torch.empty(1, 1024, dtype=torch.bfloat16), held.RowNorm(weight[0], 1e-6)
+        x, norm = torch.empty(1, 1024, dtype=torch.bfloat16), kernels.RowNorm(weight[0], 1e-6)
         products.normed_gated_linear(x, norm, weight, None)
         products.normed_linear(x, norm, weight[:4096], torch.empty(4096))
     assert ("held_kernel" in compiled.names) == (capability >= 90)

@@ -68,14 +68,8 @@ async def _whole(request: Request, generation: Generation, reply: Reply, measure
 
 
 async def _streamed(request: Request, generation: Generation, reply: Reply, measure: RequestMeasure) -> Response:
-    async def first() -> Delta | None:
-        try:
-            async with asyncio.timeout(KEEP_ALIVE_S):
-                return await generation.next()
-        except TimeoutError:
-            return None
-
-    delta = await client(request.scope).unless_left(first())
+    has_begun = await client(request.scope).unless_left(generation.comes_within(KEEP_ALIVE_S))
+    delta = await generation.next() if has_begun else None
 
     async def produce(writer: Writer) -> None:
         async def send(delta: Delta) -> None:

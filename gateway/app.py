@@ -66,7 +66,7 @@ def create_app(
         middleware=[
             Middleware(RequestContext, measures=service.measures),
             *([Middleware(ApiKey, key=access.api_key)] if access.api_key else []),
-            Middleware(BodyLimit, limit=body_limit),
+            Middleware(BodyLimit, limit=body_limit, least=access.max_body_bytes or MIN_BODY_LIMIT),
         ],
         exception_handlers={
             GatewayError: _gateway_error,

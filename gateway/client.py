@@ -38,12 +38,13 @@ class Writer(Protocol):
 class Client:
     """Who waits for the answer to one request."""
 
-    __slots__ = ("_has_left", "_working", "writer")
+    __slots__ = ("_has_left", "_is_working", "_task", "writer")
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
         self._has_left = False
-        self._working: asyncio.Task[Any] | None = None  # what ends if it leaves now
+        self._task: asyncio.Task[Any] | None = None  # the request's
+        self._is_working = False  # on what ends if it leaves now
 
     def extensions(self) -> dict[str, dict[object, object]]:
         """For the server: a scope's entry of this name, by which the application finds it."""
@@ -52,21 +53,26 @@ class Client:
     def left(self) -> None:
         """For the server: it has closed the connection. Not to be called by the work itself."""
         self._has_left = True
-        if self._working is not None:
-            self._working.cancel()
+        if self._is_working and self._task is not None:
+            self._task.cancel()
 
     def has_left(self) -> bool:
         return self._has_left
 
     async def unless_left(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which is cancelled when the client leaves first: ClientLeft is raised then."""
+        """The result of `work`, which is cancelled when the client leaves first: ClientLeft is raised then.
+
+        All of a request's work is done in one task.
+        """
         if self.has_left():
             work.close()
             raise ClientLeft("The client closed the connection.")
-        task = asyncio.current_task()
+        if self._task is None:
+            self._task = asyncio.current_task()
+        task = self._task
         assert task is not None, "coroutines run in tasks"
-        assert self._working is None, "one work at a time"
-        self._working = task
+        assert not self._is_working, "one work at a time"
+        self._is_working = True
         try:
             return await work
         except asyncio.CancelledError:
@@ -75,7 +81,7 @@ class Client:
                 raise ClientLeft("The client closed the connection.") from None
             raise
         finally:
-            self._working = None
+            self._is_working = False
 
 
 def client(scope: Mapping[str, Any]) -> Client:

@@ -47,6 +47,19 @@ class Generation:
             await self._news()
         return self._take_next()
 
+    async def comes_within(self, seconds: float) -> bool:
+        """Whether `next` has something to tell, for which at most so long is waited."""
+        if self._is_silent():
+            timer = asyncio.get_running_loop().call_later(seconds, self._wake)
+            try:
+                await self._news()
+            finally:
+                timer.cancel()
+        return not self._is_silent()
+
+    def _is_silent(self) -> bool:
+        return not self._mailbox and self._num_unfinished > 0 and self._error is None
+
     async def pour(self, outlet: Outlet) -> None:
         """Hand `outlet` what comes, until every choice has given its last.
 

@@ -96,17 +96,21 @@ class ApiKey:
 class BodyLimit:
     """Refuses a body before it is parsed: by its announced length, else as soon as it is over."""
 
-    def __init__(self, app: ASGIApp, limit: Callable[[], int]) -> None:
-        """`limit` is in bytes, asked for at each request: it follows the longest context served."""
+    def __init__(self, app: ASGIApp, limit: Callable[[], int], least: int) -> None:
+        """Both in bytes. `limit` follows the longest context served; it is never below `least`."""
         self._app = app
         self._limit = limit
+        self._least = least
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limit = self._limit()
         announced = _header(scope, b"content-length")
+        if announced.isdigit() and int(announced) <= self._least:
+            await self._app(scope, receive, send)  # the server reads no more of it than was announced
+            return
+        limit = self._limit()
         if announced.isdigit() and int(announced) > limit:
             await errors.response(_too_large(limit))(scope, receive, send)
             return

@@ -89,7 +89,7 @@ class Carrier(Protocol):
     """What brings a choice its tokens, as the choice sees it."""
 
     def leave(self, reason: AbortReason) -> None:
-        """The choice has ended before its engine said so; called at most once."""
+        """The choice ends before its engine said so; called at most once."""
 
     def broke(self) -> None:
         """The text side failed on the ids that came (the exception is in hand): this choice cannot go on."""
@@ -236,8 +236,8 @@ class Choice:
                     text, matched = self._matcher.push(text, armed=len(generated_ids) > self.sampling.min_tokens)
                     if matched is not None:
                         self._unread_text.append(text)
-                        self._end(FinishReason.STOP, matched)
                         self._leave(AbortReason.STOP_STRING)
+                        self._end(FinishReason.STOP, matched)
                         return
                 self._unread_text.append(text)
         except Gap:
@@ -274,7 +274,7 @@ class Choice:
         """It cannot go on: the reader gets `error` after what came before, the other choices end."""
         if not self.ended:
             self.ended = True
-            self._generation.fail(error)
+            self._let_go().fail(error)
 
     def verdict(self) -> tuple[FinishReason, int | None] | None:
         """(reason, stop id) if the journal is complete, by the engine's own rules; else None.
@@ -297,7 +297,14 @@ class Choice:
     def _end(self, reason: FinishReason, stop_reason: str | int | None) -> None:
         self.ended = self.finished = True
         self._finish_reason, self._stop_reason = reason, stop_reason
-        self._generation.post(self)
+        self._let_go().post(self)
+
+    def _let_go(self) -> ChoiceOwner:
+        """Forget who it had to do with, so that who forgets it frees it, and not a pause of the garbage collector."""
+        generation = self._generation
+        del self._generation
+        self._carrier = None
+        return generation
 
     # --- for the generation ----------------------------------------------------------------------
 
@@ -306,6 +313,7 @@ class Choice:
         if not self.ended:
             self.ended = True
             self._leave(AbortReason.CLIENT)
+            self._let_go()
 
     def _leave(self, reason: AbortReason) -> None:
         if self._carrier is not None:

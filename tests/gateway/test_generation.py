@@ -89,3 +89,19 @@ async def test_nothing_pours_for_a_reader_that_has_left() -> None:
     await asyncio.gather(pouring, return_exceptions=True)
     choice.push(0, u32([0]))
     assert gate.got == []
+
+
+async def test_who_waits_for_a_bounded_time_is_told_whether_something_came() -> None:
+    generation, choice, _ = one()
+    assert not await generation.comes_within(0.01)
+    waiting = asyncio.create_task(generation.comes_within(10))
+    await asyncio.sleep(0)
+    choice.push(0, u32([0]))
+    assert await waiting
+    assert await generation.comes_within(0)
+    delta = await generation.next()
+    assert delta is not None
+    assert delta.text == "a"
+    choice.finish(FinishReason.LENGTH, None)
+    await generation.next()
+    assert await generation.comes_within(10)  # the end is something to tell

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from tests.gateway.scripted_engine import (
     linked,
     next_delta,
     read_all,
+    until,
 )
 
 
@@ -149,6 +152,33 @@ async def test_ids_that_make_no_text_end_their_request_alone(
                 pass
         assert await engine.next(Abort) == Abort(first.handle, AbortReason.CLIENT)
         assert "choice_failed" in caplog.messages
+
+
+@pytest.mark.parametrize("end", ["finished", "stop string", "error", "client left"])
+async def test_a_request_that_is_over_is_freed_without_the_garbage_collector(
+    ipc_address: str, tmp_path: Path, end: str
+) -> None:
+    async with ScriptedEngine(ipc_address) as engine, linked(ipc_address, cache_dir=tmp_path) as gateway:
+        held = [await gateway.start(stop=("c",), n=2)]
+        first, second = await engine.next(Submit), await engine.next(Submit)
+        engine.say_step({first.handle: (0, [1]), second.handle: (0, [1])})
+        assert (await next_delta(held[0])).text == "b"
+        gc.disable()
+        try:
+            if end == "client left":
+                held[0].abort()
+            for submit in (first, second):
+                if end == "stop string":
+                    engine.say_step({submit.handle: (1, [2])})
+                if end == "error":
+                    engine.say_refused(submit.handle, ErrorCode.INTERNAL)
+                else:
+                    engine.say_finished(submit.handle, num_generated=2 if end == "stop string" else 1)
+            await until(lambda: all(choice.ended for choice in held[0].choices))
+            freed = weakref.ref(held.pop())
+            await until(lambda: freed() is None)
+        finally:
+            gc.enable()
 
 
 async def test_a_client_that_leaves_ends_its_choices_at_the_engine(ipc_address: str, tmp_path: Path) -> None:

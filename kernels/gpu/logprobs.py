@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels._triton import tl, triton
 from kernels.gpu.launch import begin, limits, wait
 from kernels.gpu.noise import log_normal
-from kernels.gpu.sampling import key_of, value_of
+from kernels.gpu.threshold import key_of, value_of
 
 _BLOCK = 8192
 _ALL = tl.constexpr(0x7FFFFFFFFFFFFFFF)

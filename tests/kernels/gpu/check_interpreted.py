@@ -247,6 +247,26 @@ def test_attention(
     assert not copied.batch.schedule.arrivals.any()
 
 
+@pytest.mark.parametrize("spare", [0, 4, 9], ids=["walk", "shared by some", "a split each"])
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (300, 0.0), (0, 5.0)])
+def test_attention_of_short_chunks(spare: int, window: int, soft_cap: float) -> None:
+    case = AttentionCase.draw(*(6, 3, 48), dtype=torch.float16, block_size=32, starts=(20, 600, 0), counts=(1, 40, 3))
+    copied = case.on(torch.device("cpu")).in_items(spare)
+    wanted = rotate_and_attend(
+        *(case.qkv.clone(), case.table, case.keys, case.values, case.batch, case.slots),
+        num_heads=6,
+        scale=48**-0.5,
+        window=window,
+        soft_cap=soft_cap,
+    )
+    assert error(copied.run(window, soft_cap), wanted) < CLOSE[torch.float16]
+    schedule = copied.batch.schedule
+    assert schedule is not None
+    assert len(schedule.items) >= 4
+    assert bool((schedule.items[:, 3] > 1).any()) == (spare > 0)
+    assert not schedule.arrivals.any()
+
+
 def test_attention_that_turns_a_part_of_each_head() -> None:
     """36 of 48 dimensions, for a single token and for a chunk."""
     whole = AttentionCase.draw(6, 3, 48, dtype=torch.float32, block_size=16, starts=(30, 40), counts=(1, 20))
@@ -301,7 +321,10 @@ def test_noise() -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)  # the interpreter's fma rounds twice
 
 
-def test_sampling() -> None:
+@pytest.mark.parametrize(("block", "turns"), [(8192, 3), (64, 1)])
+def test_sampling(block: int, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one block all values are held; of lanes of 5 values each, thresholds lie below what is held."""
+    monkeypatch.setattr(sampling, "_THRESHOLD_BLOCK", block)
     rows, vocab = 20, 300
     logits = torch.randn(rows, vocab) * 3
     logits[8], logits[9, ::3], logits[10] = 1.0, 20.0, logits[10].round()
@@ -313,7 +336,7 @@ def test_sampling() -> None:
     top_p[10:17] = torch.tensor([0.5, 1.0, 0.7, 0.1, 0.5, 0.9, 0.99])
     min_p[16:], min_p[12] = 0.05, 0.2
     last = torch.zeros(rows, dtype=torch.int32)
-    for turn in range(3):
+    for turn in range(turns):
         seeds = number * 123456789 + turn
         wanted = kernels.sample(logits, temperature, top_k, top_p, min_p, seeds, number)
         found = sampling.sample_ahead(

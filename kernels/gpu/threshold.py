@@ -1,0 +1,283 @@
+"""Which tokens of a row top_k, top_p and min_p keep, without sorting it: above which value, and of its equals up to
+which id.
+
+One pass over the vocabulary holds the three best values of each of some thousand lanes in registers. All values
+above the best one that a lane had no room for (`rest`) are held, some two thousand of random logits, so that the search
+goes on there; where it must go below, it passes over the vocabulary at each step. Weights are integers in units
+of 2^-44: their sums are exact, and the same over what is held and over the vocabulary.
+"""
+
+from __future__ import annotations
+
+from kernels._triton import tl, triton
+from kernels.gpu.launch import begin, wait
+
+GREEDY_BELOW = tl.constexpr(1e-5)
+LOWEST = tl.constexpr(-0x80000000)
+KEY_OF_MINUS_INFINITY = tl.constexpr(-2139095041)
+
+_ONE = tl.constexpr(float(2**44))  # a weight of 1; 2^18 of them are an int64
+
+
+@triton.jit
+def key_of(x):
+    """int32 in the order of float32 x; both zeros are one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def value_of(key):
+    bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def weight_of(key, top):
+    """exp(value - top) in units of 2^-44."""
+    return (tl.exp(value_of(key) - top) * _ONE).to(tl.int64)
+
+
+@triton.jit
+def scaled_block(row_ptr, ids, inside, temperature):
+    x = tl.load(row_ptr + ids, mask=inside, other=float("-inf"))
+    return tl.div_rn(x, temperature + tl.zeros_like(x))
+
+
+@triton.jit
+def count_from(row_ptr, lowest, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """How many keys of the row are at least `lowest`."""
+    count = 0
+    for first in range(0, VOCAB, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        key = key_of(scaled_block(row_ptr, ids, ids < VOCAB, temperature))
+        count += tl.sum(((key >= lowest) & (ids < VOCAB)).to(tl.int32), 0)
+    return count
+
+
+@triton.jit
+def weight_above(row_ptr, bound, top, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum of the weights of the row's keys above `bound`."""
+    total = tl.zeros([BLOCK], tl.int64)
+    for first in range(0, VOCAB, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        key = key_of(scaled_block(row_ptr, ids, ids < VOCAB, temperature))
+        total += tl.where(key > bound, weight_of(key, top), 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def held_from(best, second, third, lowest):
+    """How many held keys are at least `lowest`."""
+    count = (best >= lowest).to(tl.int32) + (second >= lowest).to(tl.int32) + (third >= lowest).to(tl.int32)
+    return tl.sum(count, 0)
+
+
+@triton.jit
+def held_above(best, second, third, bound, top):
+    """Sum of the weights of held keys above `bound`."""
+    total = tl.where(best > bound, weight_of(best, top), 0)
+    total += tl.where(second > bound, weight_of(second, top), 0)
+    total += tl.where(third > bound, weight_of(third, top), 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def middle(low, high):
+    """Between two int32, rounded down, without overflow."""
+    return ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
+
+
+@triton.jit
+def key_of_rank(
+    row_ptr, best, second, third, rest, rank, highest, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The largest key that at least `rank` keys reach, and how many are above it."""
+    if held_from(best, second, third, rest + 1) >= rank:
+        low, high = rest + 1, highest
+        while low < high:
+            at = middle(low, high) + 1
+            if held_from(best, second, third, at) >= rank:
+                low = at
+            else:
+                high = at - 1
+        above = held_from(best, second, third, low + 1)
+    else:
+        low, high = highest * 0 + KEY_OF_MINUS_INFINITY, rest
+        while low < high:
+            at = middle(low, high) + 1
+            if count_from(row_ptr, at, temperature, VOCAB, BLOCK) >= rank:
+                low = at
+            else:
+                high = at - 1
+        above = count_from(row_ptr, low + 1, temperature, VOCAB, BLOCK)
+    return low, above
+
+
+@triton.jit
+def key_of_weight(
+    row_ptr,
+    best,
+    second,
+    third,
+    rest,
+    target,
+    low,
+    highest,
+    top,
+    temperature,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The least key above `low` above which the weight is less than `target`, and that weight."""
+    if held_above(best, second, third, tl.maximum(rest, low), top).to(tl.float64) >= target:
+        low, high = tl.maximum(rest, low), highest
+        while low + 1 < high:
+            at = middle(low, high)
+            if held_above(best, second, third, at, top).to(tl.float64) < target:
+                high = at
+            else:
+                low = at
+        above = held_above(best, second, third, high, top)
+    else:
+        high = rest
+        while low + 1 < high:
+            at = middle(low, high)
+            if weight_above(row_ptr, at, top, temperature, VOCAB, BLOCK).to(tl.float64) < target:
+                high = at
+            else:
+                low = at
+        above = weight_above(row_ptr, high, top, temperature, VOCAB, BLOCK)
+    return high, above
+
+
+@triton.jit
+def key_of_min_p(min_p, low, high, top):
+    """The least key above low, at most high, whose own weight is at least `min_p`."""
+    while low + 1 < high:
+        at = middle(low, high)
+        if tl.exp(value_of(at) - top) >= min_p:
+            high = at
+        else:
+            low = at
+    return high
+
+
+@triton.jit
+def equals_of(row_ptr, best, second, third, rest, key, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """How many tokens have this key."""
+    if key > rest:
+        count = held_from(best, second, third, key) - held_from(best, second, third, key + 1)
+    else:
+        count = count_from(row_ptr, key, temperature, VOCAB, BLOCK)
+        count -= count_from(row_ptr, key + 1, temperature, VOCAB, BLOCK)
+    return count
+
+
+@triton.jit
+def id_of_tie(row_ptr, bound, ties, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest of the lowest `ties` ids whose key is `bound`."""
+    seen = 0
+    last = 0
+    for first in range(0, VOCAB, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        key = key_of(scaled_block(row_ptr, ids, ids < VOCAB, temperature))
+        equal = (key == bound) & (ids < VOCAB)
+        place = seen + tl.cumsum(equal.to(tl.int32), 0)
+        last = tl.maximum(last, tl.max(tl.where(equal & (place <= ties), ids, 0), 0))
+        seen = tl.max(place, 0)
+    return last
+
+
+@triton.jit
+def kept_by_nucleus(
+    row_ptr,
+    best,
+    second,
+    third,
+    rest,
+    top_p,
+    bound,
+    ties,
+    highest,
+    top,
+    temperature,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(bound, ties) narrowed to the fewest tokens whose weight reaches `top_p` of what they kept before."""
+    equals = highest * 0
+    if bound > rest:
+        above = held_above(best, second, third, bound, top)
+    else:
+        above = weight_above(row_ptr, bound, top, temperature, VOCAB, BLOCK)
+    if bound > KEY_OF_MINUS_INFINITY:  # what is not allowed weighs nothing
+        equals = tl.minimum(equals_of(row_ptr, best, second, third, rest, bound, temperature, VOCAB, BLOCK), ties)
+    target = (above + equals.to(tl.int64) * weight_of(bound, top)).to(tl.float64) * top_p.to(tl.float64)
+    if above.to(tl.float64) >= target:
+        bound, above = key_of_weight(
+            row_ptr, best, second, third, rest, target, bound, highest, top, temperature, VOCAB, BLOCK
+        )
+        ties = highest * 0 + VOCAB
+    weight = tl.maximum(weight_of(bound, top), 1).to(tl.float64)
+    room = tl.maximum(tl.ceil((target - above.to(tl.float64)) / weight), 1.0)
+    return bound, tl.minimum(ties.to(tl.float64), room).to(tl.int32)
+
+
+@triton.jit
+def threshold_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    lowest_ptr,
+    last_id_ptr,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """lowest[row], last_id[row]: a token is kept whose key is above `lowest`, or equal with an id up to `last_id`."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    limited = (top_k >= 1) & (top_k < VOCAB)
+    wait(PDL)
+    tl.store(lowest_ptr + row, LOWEST)
+    tl.store(last_id_ptr + row, VOCAB)
+    if (temperature < GREEDY_BELOW) | ~(limited | (top_p < 1.0) | (min_p > 0.0)):
+        return
+    row_ptr = logits_ptr + row * VOCAB
+    best = tl.full([BLOCK], KEY_OF_MINUS_INFINITY, tl.int32)
+    second, third, dropped = best, best, best
+    for first in range(0, VOCAB, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        key = key_of(scaled_block(row_ptr, ids, ids < VOCAB, temperature))
+        best, key = tl.maximum(best, key), tl.minimum(best, key)
+        second, key = tl.maximum(second, key), tl.minimum(second, key)
+        third, key = tl.maximum(third, key), tl.minimum(third, key)
+        dropped = tl.maximum(dropped, key)
+    highest, rest = tl.max(best, 0), tl.max(dropped, 0)
+    top = value_of(highest)
+    # The lowest kept key, and how many of its equals stay (VOCAB: all).
+    bound = highest * 0 + KEY_OF_MINUS_INFINITY
+    ties = highest * 0 + VOCAB
+    if limited:
+        bound, above = key_of_rank(row_ptr, best, second, third, rest, top_k, highest, temperature, VOCAB, BLOCK)
+        ties = top_k - above
+    if top_p < 1.0:
+        bound, ties = kept_by_nucleus(
+            row_ptr, best, second, third, rest, top_p, bound, ties, highest, top, temperature, VOCAB, BLOCK
+        )
+    if min_p > 0.0:
+        enough = key_of_min_p(min_p, bound - 1, highest, top)
+        ties = tl.where(enough > bound, VOCAB, ties)
+        bound = tl.maximum(enough, bound)
+    tl.store(lowest_ptr + row, bound)
+    if ties < VOCAB:
+        equals = equals_of(row_ptr, best, second, third, rest, bound, temperature, VOCAB, BLOCK)
+        if ties < equals:
+            tl.store(last_id_ptr + row, id_of_tie(row_ptr, bound, ties, temperature, VOCAB, BLOCK))

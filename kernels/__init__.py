@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kernels.gpu.logprobs import logprobs_ahead as logprobs_ahead
     from kernels.gpu.prefill import query_tile as query_tile
     from kernels.gpu.sampling import sample_ahead as sample_ahead
+    from kernels.gpu.short import short_tiles as short_tiles
     from kernels.gpu.start import gpu_numerics_name as gpu_numerics_name
     from kernels.gpu.start import start_gpu as start_gpu
     from kernels.kv_cache import FP8 as FP8
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from kernels.sampling import gumbel_noise as gumbel_noise
     from kernels.sampling import logprobs as logprobs
     from kernels.sampling import sample as sample
+    from kernels.sharing import ShortTiles as ShortTiles
 
 #: Public name to the module that defines it. No name equals a module's: importing a submodule
 #: would bind the module over the operator.
@@ -119,6 +121,7 @@ _HOMES = {
     "sample_ahead": "gpu.sampling",
     "self_check": "check",
     "set_num_threads": "backend",
+    "short_tiles": "gpu.short",
     "silu_and_mul": "activation",
     "soft_cap_": "activation",
     "start": "backend",

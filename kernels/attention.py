@@ -32,13 +32,14 @@ class TileSchedule:
     """How a GPU divides the queries of a step. It decides what runs together, never a bit.
 
     The first `num_single` rows are each alone of their sequence. `tiles` int32 [num_tiles, 2] are
-    (first row, number of rows) of the others: rows of one sequence with growing positions, at most
-    `query_tile` of them. No single row has more than `max_splits` splits of context. `arrivals` int32
-    [num_single * num_kv_heads or more] is zero between calls.
+    (first row, number of rows) of others: rows of one sequence with growing positions, at most
+    `query_tile` of them. `items` int32 [num_items, 5] are the rest, as `ShortTiles` has them. No single row has more
+    than `max_splits` splits of context. `arrivals` int32 [M * num_heads or more] is zero between calls.
     """
 
     num_single: int
     tiles: Tensor
+    items: Tensor
     max_splits: int
     arrivals: Tensor
 

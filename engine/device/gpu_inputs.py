@@ -15,25 +15,31 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.device.graphs import chunk_layouts, decode_layouts
+from engine.device.graphs import SPARE_ITEMS, chunk_layouts, decode_layouts
 from engine.device.staging import Columns, Ints, Layout, Staging
 from engine.layers.attention import ForwardBatch
 from engine.plan import PlanEntry, StepPlan
+from kernels.attention import SPLIT
+from kernels.sharing import ITEM_COLUMNS
 
-#: Positions in a split of the context (`kernels.attention`): what bounds partial results.
-_SPLIT = 256
+#: Chunks of at most so many tiles of short ones are such.
+_SHORT_TILES = 2
+
+Tiles = npt.NDArray[np.int64]
+_NO_TILES, _NO_ITEMS = np.empty((0, 2), np.int64), np.empty((0, ITEM_COLUMNS), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLimits:
-    """Sizes that inputs are made for. `query_tile` is the operators'."""
+    """Sizes that inputs are made for. `query_tile` and `short` are the operators'."""
 
     max_num_seqs: int
     max_num_tokens: int
     max_blocks: int
     block_size: int
-    num_kv_heads: int
+    num_heads: int
     query_tile: int
+    short: kernels.ShortTiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +56,21 @@ class Prepared:
     places: npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunks:
+    """Of some entries: first rows, numbers of tokens, and the positions after the last."""
+
+    begins: Tiles
+    counts: Tiles
+    ends: Tiles
+
+    def after(self, first: int) -> _Chunks:
+        return _Chunks(self.begins[first:], self.counts[first:], self.ends[first:])
+
+    def where(self, chosen: npt.NDArray[np.bool_]) -> _Chunks:
+        return _Chunks(self.begins[chosen], self.counts[chosen], self.ends[chosen])
+
+
 class GpuInputs:
     """`fill_rows(columns, slots)` writes the sampling parameters of slots to the columns for them."""
 
@@ -64,13 +85,15 @@ class GpuInputs:
         self._limits = limits
         self._fill_rows = fill_rows
         rows = limits.max_num_seqs
-        most_tiles = limits.max_num_tokens // limits.query_tile + rows
+        most_tokens = max(limits.max_num_tokens, rows)
         self.decode_layouts = decode_layouts(rows)
-        self.chunk_layouts = chunk_layouts(rows, limits.max_num_tokens, limits.query_tile)
-        self._staging = Staging(Layout(max(limits.max_num_tokens, rows), rows, most_tiles), depth=depth, device=device)
+        self.chunk_layouts = chunk_layouts(rows, limits.max_num_tokens, limits.short.tokens)
+        most_tiles = limits.max_num_tokens // limits.query_tile + rows
+        most_items = limits.max_num_tokens // limits.short.tokens + rows + SPARE_ITEMS
+        self._staging = Staging(Layout(most_tokens, rows, most_tiles, most_items), depth=depth, device=device)
         self._tables = torch.zeros(limits.max_num_seqs, limits.max_blocks, dtype=torch.int32, device=device)
         self._num_blocks = [0] * limits.max_num_seqs
-        self._arrivals = torch.zeros(limits.max_num_seqs * limits.num_kv_heads, dtype=torch.int32, device=device)
+        self._arrivals = torch.zeros(most_tokens * limits.num_heads, dtype=torch.int32, device=device)
         self.last_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
 
     def prepare(self, plan: StepPlan) -> Prepared:
@@ -87,27 +110,29 @@ class GpuInputs:
         num_single = int(several.argmax()) if several.any() else len(entries)
         ends = np.cumsum(counts)
         num_tokens, num_sampled = int(ends[-1]), int(sampled.sum())
+        chunks = _Chunks(ends - counts, counts, starts + counts)
         layout = self._decode_layout(num_tokens) if num_sampled == num_tokens else None
-        tiles = np.empty((0, 2), np.int64)
         if layout is None:
-            tiles = _tiles(ends - counts, counts, 0, self._limits.query_tile)
-            layout = self._chunk_layout(num_tokens, num_sampled, len(tiles))
+            layout = self._chunk_layout(num_tokens, num_sampled, self._limits.short.count(counts))
         in_graph = layout is not None
         if layout is None:
-            tiles = _tiles(ends - counts, counts, num_single, self._limits.query_tile)
-            layout = Layout(num_tokens, num_sampled, len(tiles))
+            tiles, items = self._divide(chunks.after(num_single))
+            layout = Layout(num_tokens, num_sampled, len(tiles), len(items))
+        else:
+            tiles, items = _NO_TILES, self._items(chunks, layout.num_items)
         columns = self._staging.host(layout)
         columns.ids[:num_tokens] = _token_ids(entries)
         columns.positions[:num_tokens] = np.arange(num_tokens) + np.repeat(starts - (ends - counts), counts)
         columns.seq_index[:num_tokens] = np.repeat(slots, counts)
         columns.tiles[: tiles.size] = tiles.ravel()
+        columns.items[: items.size] = items.ravel()
         rows, places = slots[sampled], (starts + counts)[sampled]
         columns.index[:num_sampled] = ends[sampled] - 1
         columns.places[:num_sampled] = places
         columns.slots[:num_sampled] = rows
         self._fill_rows(columns, rows)
         if in_graph:
-            _pad(columns, num_tokens, num_sampled, tiles.size)
+            _pad(columns, num_tokens, num_sampled, items.size)
         self._staging.send(layout)
         longest = int((starts + counts)[:num_single].max(initial=1))
         return Prepared(layout, in_graph, num_single, longest, rows, places)
@@ -121,7 +146,7 @@ class GpuInputs:
     def graph_batch(self, layout: Layout) -> tuple[ForwardBatch, Columns[Tensor]]:
         """The tensors that every step in a graph's layout reads."""
         columns = self._staging.device(layout)
-        decodes = layout.num_tiles == 0
+        decodes = layout.num_items == 0
         longest = self._limits.max_blocks * self._limits.block_size
         attention = self._attention(columns, layout.num_tokens if decodes else 0, longest)
         return ForwardBatch(columns.ids, None, attention, None if decodes else columns.index, self.last_ids), columns
@@ -129,21 +154,31 @@ class GpuInputs:
     def _decode_layout(self, num_tokens: int) -> Layout | None:
         return next((layout for layout in self.decode_layouts if layout.num_tokens >= num_tokens), None)
 
-    def _chunk_layout(self, num_tokens: int, num_sampled: int, num_tiles: int) -> Layout | None:
+    def _chunk_layout(self, num_tokens: int, num_sampled: int, num_items: int) -> Layout | None:
         return next(
             (
                 layout
                 for layout in self.chunk_layouts
                 if layout.num_tokens >= num_tokens
                 and layout.num_sampled >= num_sampled
-                and layout.num_tiles >= num_tiles
+                and layout.num_items >= num_items
             ),
             None,
         )
 
+    def _divide(self, chunks: _Chunks) -> tuple[Tiles, Tiles]:
+        """Tiles of long chunks, and items of short ones."""
+        short = chunks.counts <= _SHORT_TILES * self._limits.short.tokens
+        briefs = chunks.where(short)
+        most = self._limits.short.count(briefs.counts) + SPARE_ITEMS
+        return _tiles(chunks.where(~short), self._limits.query_tile), self._items(briefs, most)
+
+    def _items(self, chunks: _Chunks, most: int) -> Tiles:
+        return self._limits.short.items(chunks.begins, chunks.counts, chunks.ends, most) if most else _NO_ITEMS
+
     def _attention(self, columns: Columns[Tensor], num_single: int, longest: int) -> kernels.AttentionBatch:
-        tiles = columns.tiles.view(-1, 2)
-        schedule = kernels.TileSchedule(num_single, tiles, -(-longest // _SPLIT), self._arrivals)
+        tiles, items = columns.tiles.view(-1, 2), columns.items.view(-1, ITEM_COLUMNS)
+        schedule = kernels.TileSchedule(num_single, tiles, items, -(-longest // SPLIT), self._arrivals)
         return kernels.AttentionBatch(self._tables, columns.seq_index, columns.positions, schedule)
 
     def _send_blocks(self, entries: tuple[PlanEntry, ...]) -> None:
@@ -162,15 +197,15 @@ class GpuInputs:
             self._tables.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
 
 
-def _pad(columns: Columns[Ints], num_tokens: int, num_sampled: int, num_tiles: int) -> None:
-    """What the rows of a graph that a step does not need hold: tokens, slots and tiles that nothing is done for."""
+def _pad(columns: Columns[Ints], num_tokens: int, num_sampled: int, num_items: int) -> None:
+    """What the rows of a graph that a step does not need hold: tokens, slots and items that nothing is done for."""
     columns.ids[num_tokens:] = 0
     columns.positions[num_tokens:] = -1
     columns.seq_index[num_tokens:] = 0
     columns.index[num_sampled:] = 0
     columns.slots[num_sampled:] = -1
     columns.temperature[num_sampled:] = 0
-    columns.tiles[num_tiles:] = 0
+    columns.items[num_items:] = 0
 
 
 def _token_ids(entries: tuple[PlanEntry, ...]) -> Ints:
@@ -183,13 +218,11 @@ def _token_ids(entries: tuple[PlanEntry, ...]) -> Ints:
     return np.array(ids, np.int32)
 
 
-def _tiles(
-    begins: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], num_single: int, query_tile: int
-) -> npt.NDArray[np.int64]:
+def _tiles(chunks: _Chunks, query_tile: int) -> Tiles:
     """(first row, rows) of the tiles of chunks, later tiles first: they have the most keys."""
     tiles = [
         (begin + first, min(query_tile, count - first))
-        for begin, count in zip(begins[num_single:].tolist(), counts[num_single:].tolist(), strict=True)
+        for begin, count in zip(chunks.begins.tolist(), chunks.counts.tolist(), strict=True)
         for first in range(0, count, query_tile)
     ]
     return np.array(tiles[::-1], np.int64).reshape(-1, 2)

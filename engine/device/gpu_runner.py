@@ -69,8 +69,9 @@ class GpuRunner:
             max_num_tokens=settings.max_num_tokens,
             max_blocks=-(-settings.context_length // kv.block_size),
             block_size=kv.block_size,
-            num_kv_heads=spec.num_kv_heads,
+            num_heads=spec.num_heads,
             query_tile=kernels.query_tile(spec.num_heads, spec.num_kv_heads, spec.head_dim, settings.dtype),
+            short=kernels.short_tiles(spec.num_heads, spec.num_kv_heads, spec.head_dim, settings.dtype),
         )
         self._inputs = GpuInputs(limits, depth=MAX_IN_FLIGHT, device=settings.device, fill_rows=self._sampler.fill_rows)
         self._launched: deque[_InFlight] = deque()

@@ -12,6 +12,10 @@ from torch import Tensor
 import kernels
 from engine.device.staging import Layout
 
+#: Programs of a group of heads that tiles with long contexts may have beside one each. A prompt whose end alone is not
+#: cached gets 33 of them for 8 groups: two a multiprocessor.
+SPARE_ITEMS = 32
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepGraph:
@@ -30,13 +34,19 @@ class StepGraph:
 def decode_layouts(max_num_seqs: int) -> list[Layout]:
     """Steps of single tokens, all sampled: powers of two, steps of 8 up to 64, of 32 up to 256, of 64 beyond."""
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, max_num_seqs, 64)}
-    return [Layout(size, size, 0) for size in sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})]
+    return [Layout(size, size) for size in sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})]
 
 
-def chunk_layouts(max_num_seqs: int, max_num_tokens: int, query_tile: int) -> list[Layout]:
-    """Steps with short chunks, whose hundreds of launches would take the host longer than the device."""
+def chunk_layouts(max_num_seqs: int, max_num_tokens: int, tile: int) -> list[Layout]:
+    """Steps with short chunks, whose hundreds of launches would take the host longer than the device. `tile` is the
+    tokens of a short chunk's tile.
+    """
     rows = min(64, max_num_seqs)
-    return [Layout(size, rows, size // query_tile + rows) for size in (64, 128, 256, 512) if size <= max_num_tokens]
+    return [
+        Layout(size, rows, num_items=size // tile + rows + SPARE_ITEMS)
+        for size in (64, 128, 256, 512)
+        if size <= max_num_tokens
+    ]
 
 
 def capture(

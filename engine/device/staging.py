@@ -1,6 +1,6 @@
 """The one copy that takes a step's numbers to the GPU: columns of int32 in one buffer.
 
-A layout depends on three counts only, so that a CUDA graph captured for some number of rows finds
+A layout depends on four counts only, so that a CUDA graph captured for some number of rows finds
 its columns at the same addresses in every step.
 """
 
@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.sharing import ITEM_COLUMNS
+
 #: Columns begin at multiples of this many elements: kernels are compiled for pointers aligned to 16 bytes.
 _ALIGNMENT = 4
 
@@ -23,16 +25,17 @@ Array = TypeVar("Array", Ints, Tensor)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many tokens, sampled rows and tiles of queries a step has, padding included."""
+    """How many tokens, sampled rows, tiles of long chunks and items of short ones a step has, padding included."""
 
     num_tokens: int
     num_sampled: int
-    num_tiles: int
+    num_tiles: int = 0
+    num_items: int = 0
 
     def offsets(self) -> tuple[list[tuple[int, int]], int]:
         """(begin, end) of each column in the order of `Columns`, and the size of all."""
         tokens, rows = self.num_tokens, self.num_sampled
-        sizes = (2 * rows, tokens, tokens, tokens, rows, rows, rows, rows, rows, rows, rows, 2 * self.num_tiles)
+        sizes = (2 * rows, *(tokens,) * 3, *(rows,) * 7, 2 * self.num_tiles, ITEM_COLUMNS * self.num_items)
         spans, end = [], 0
         for size in sizes:
             spans.append((end, end + size))
@@ -43,8 +46,8 @@ class Layout:
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns(Generic[Array]):
     """Slices of a buffer, all int32. Three hold float32 bits (`temperature`, `top_p`, `min_p`), `seeds`
-    [2 * num_sampled] int64; `tiles` is [2 * num_tiles]. `index` are the rows of sampled tokens,
-    `places` their indexes in their sequences.
+    [2 * num_sampled] int64; `tiles` is [2 * num_tiles], `items` [5 * num_items]. `index` are the rows of sampled
+    tokens, `places` their indexes in their sequences.
     """
 
     seeds: Array
@@ -59,6 +62,7 @@ class Columns(Generic[Array]):
     top_p: Array
     min_p: Array
     tiles: Array
+    items: Array
 
 
 class Staging:

@@ -1,4 +1,4 @@
-"""Attention of a mixed batch: rows that are alone of their sequence, then tiles of chunks."""
+"""Attention of a mixed batch: rows that are alone of their sequence, then short chunks, then tiles of long ones."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kernels.gpu.decode import attend_rows
 from kernels.gpu.mode import in_force
 from kernels.gpu.norm import head_norm_
 from kernels.gpu.prefill import attend_tiles
+from kernels.gpu.short import attend_short
 from kernels.gpu.rope import rope_write_
 
 if TYPE_CHECKING:
@@ -71,6 +72,15 @@ def rotate_and_attend(
         window=window,
         tile=tile,
         split=row_split,
+    )
+    attend_short(
+        *(q, k_cache, v_cache, *where, schedule.items, schedule.arrivals, out),
+        scale=scale,
+        cap=cap,
+        value_scale=scales.value,
+        window=window,
+        tile=tile,
+        split=split,
     )
     q = qkv[:, : num_heads * head_dim].view(num_rows, num_heads, head_dim)
     attend_tiles(

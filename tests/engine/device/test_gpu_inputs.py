@@ -12,6 +12,7 @@ import torch
 from engine.device.gpu_inputs import GpuInputs, GpuLimits
 from engine.device.staging import Columns, Ints, Layout
 from engine.plan import PlanEntry, SlotState, StepPlan
+from kernels.sharing import ShortTiles
 from protocol.messages import U32
 from protocol.sampling import SamplingParams
 
@@ -22,7 +23,15 @@ def fill_rows(columns: Columns[Ints], slots: npt.NDArray[np.int64]) -> None:
 
 @pytest.fixture
 def inputs() -> GpuInputs:
-    limits = GpuLimits(max_num_seqs=8, max_num_tokens=100, max_blocks=10, block_size=16, num_kv_heads=2, query_tile=8)
+    limits = GpuLimits(
+        max_num_seqs=8,
+        max_num_tokens=100,
+        max_blocks=10,
+        block_size=16,
+        num_heads=4,
+        query_tile=8,
+        short=ShortTiles(rows=16, tokens=8, groups=2, head_dim=16),
+    )
     return GpuInputs(limits, depth=2, device=torch.device("cpu"), fill_rows=fill_rows)
 
 
@@ -37,7 +46,7 @@ def entry(slot: int, start: int, ids: list[int], *, short: bool = False, blocks:
 def test_decodes_take_a_graph_and_name_slots_of_unknown_ids(inputs: GpuInputs) -> None:
     plan = StepPlan(1, entered(5, 2), (entry(5, 16, [], short=True, blocks=(9, 4)), entry(2, 3, [7], blocks=(6,))))
     prepared = inputs.prepare(StepPlan(1, plan.entered, (*plan.entries, entry(0, 0, [3], blocks=(1,)))))
-    assert (prepared.layout, prepared.in_graph, prepared.num_single) == (Layout(4, 4, 0), True, 3)
+    assert (prepared.layout, prepared.in_graph, prepared.num_single) == (Layout(4, 4), True, 3)
     batch, columns = inputs.graph_batch(prepared.layout)
     assert batch.ids.tolist() == [-6, 7, 3, 0]
     assert batch.sampled is None
@@ -60,15 +69,16 @@ def test_blocks_are_appended_until_the_slot_is_entered_again(inputs: GpuInputs) 
     assert tables[3, :2].tolist() == [5, 8]
 
 
-def test_short_chunks_take_a_graph_in_which_all_rows_are_tiles(inputs: GpuInputs) -> None:
+def test_short_chunks_take_a_graph_in_which_all_rows_are_items(inputs: GpuInputs) -> None:
     chunk = PlanEntry(1, 20, 10, array(U32, range(10)), (0, 1), False)
     prepared = inputs.prepare(StepPlan(1, entered(0, 1), (entry(0, 4, [9], blocks=(2,)), chunk)))
-    assert (prepared.layout, prepared.in_graph) == (Layout(64, 8, 16), True)
+    assert (prepared.layout, prepared.in_graph) == (Layout(64, 8, num_items=48), True)
     batch, columns = inputs.graph_batch(prepared.layout)
     schedule = batch.attention.schedule
     assert schedule is not None
     assert schedule.num_single == 0
-    assert schedule.tiles.tolist() == [[9, 2], [1, 8], [0, 1]] + [[0, 0]] * 13
+    assert schedule.tiles.tolist() == []
+    assert schedule.items.tolist() == [[0, 1, 0, 1, 0], [1, 8, 0, 1, 0], [9, 2, 0, 1, 0]] + [[0] * 5] * 45
     assert batch.attention.positions.tolist() == [4, *range(20, 30)] + [-1] * 53
     assert columns.index.tolist() == [0] * 8
     assert columns.slots.tolist() == [0] + [-1] * 7
@@ -83,7 +93,21 @@ def test_long_chunks_run_without_a_graph(inputs: GpuInputs) -> None:
     assert schedule is not None
     assert (schedule.num_single, schedule.max_splits) == (1, 1)
     assert schedule.tiles[-1].tolist() == [1, 8]
+    assert schedule.items.tolist() == []
     assert batch.sampled is columns.index
     assert columns.index.tolist() == [0, 80]
     assert prepared.slots.tolist() == [0, 1]
     assert prepared.places.tolist() == [5, 80]
+
+
+def test_short_chunks_beside_long_ones_are_items(inputs: GpuInputs) -> None:
+    """The end of a prompt whose other 130 positions are cached, between a single token and a long chunk."""
+    end = PlanEntry(1, 130, 9, array(U32, range(9)), tuple(range(9)), True)
+    long = PlanEntry(2, 0, 70, array(U32, range(70)), (10, 11, 12, 13, 14), False)
+    prepared = inputs.prepare(StepPlan(1, entered(0, 1, 2), (entry(0, 4, [9], blocks=(9,)), end, long)))
+    assert prepared.layout == Layout(80, 2, num_tiles=9, num_items=2)
+    schedule = inputs.batch(prepared)[0].attention.schedule
+    assert schedule is not None
+    assert schedule.num_single == 1
+    assert schedule.items.tolist() == [[1, 8, 0, 1, 0], [9, 1, 0, 1, 0]]
+    assert schedule.tiles.tolist() == [[first, min(8, 80 - first)] for first in range(74, 9, -8)]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import kernels
 from kernels.gpu import attention
+from kernels.sharing import ITEM_COLUMNS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,8 +62,9 @@ class AttentionCase:
         schedule = kernels.TileSchedule(
             num_single,
             torch.tensor(tiles, dtype=torch.int32).view(-1, 2),
+            torch.zeros(0, ITEM_COLUMNS, dtype=torch.int32),
             -(-max(ends) // 256),
-            torch.zeros(max(1, num_single * num_kv_heads), dtype=torch.int32),
+            torch.zeros(len(positions) * num_heads, dtype=torch.int32),
         )
         batch = kernels.AttentionBatch(tables, seq_index.int(), positions.int(), schedule)
         return cls(num_heads, qkv, torch.cat((angles.cos(), angles.sin()), 1), keys, values, batch, slots)
@@ -75,11 +78,29 @@ class AttentionCase:
         )
         return replace(self, keys=keys, values=values, scales=scales)
 
+    def in_items(self, spare: int) -> AttentionCase:
+        """The same with short tiles alone, `spare` more programs to share their contexts, and one item of padding."""
+        batch, schedule = self.batch, self.batch.schedule
+        assert schedule is not None
+        chunks = schedule.tiles.cpu().numpy().astype(np.int64)
+        heads, kv_heads, head_dim = self.num_heads, self.values.shape[1], self.values.shape[3]
+        tiles = kernels.short_tiles(heads, kv_heads, head_dim, self.qkv.dtype)
+        ends = batch.positions.cpu().numpy()[chunks.sum(1) - 1] + 1
+        items = tiles.items(chunks[:, 0], chunks[:, 1], ends, tiles.count(chunks[:, 1]) + spare)
+        padded = torch.from_numpy(np.concatenate((items, np.zeros((1, ITEM_COLUMNS), np.int64)))).int()
+        padded = padded.to(schedule.tiles.device)
+        return replace(self, batch=replace(batch, schedule=replace(schedule, tiles=schedule.tiles[:0], items=padded)))
+
     def on(self, device: torch.device) -> AttentionCase:
         """The same with the pool as a GPU has it."""
         batch, schedule = self.batch, self.batch.schedule
         assert schedule is not None
-        schedule = replace(schedule, tiles=schedule.tiles.to(device), arrivals=schedule.arrivals.to(device))
+        schedule = replace(
+            schedule,
+            tiles=schedule.tiles.to(device),
+            items=schedule.items.to(device),
+            arrivals=schedule.arrivals.to(device),
+        )
         return replace(
             self,
             qkv=self.qkv.to(device),
@@ -120,6 +141,7 @@ class AttentionCase:
             kernels.TileSchedule(
                 num_single,
                 torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, 2),
+                schedule.items[:0],
                 schedule.max_splits,
                 torch.zeros(64, dtype=torch.int32, device=device),
             ),

@@ -24,6 +24,7 @@ from kernels.gpu import (
     sampling,
     vector,
 )
+from kernels.sharing import ITEM_COLUMNS
 from tests.kernels.gpu.compiling import Compiled, compiling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -157,7 +158,7 @@ def _compile_attention(
                 tile=64,
                 split=256,
             )
-    assert set(compiled.names) == {"rope_write_kernel", "decode_kernel", "prefill_kernel"}
+    assert set(compiled.names) == {"rope_write_kernel", "decode_kernel", "prefill_kernel", "short_kernel"}
     return compiled
 
 

@@ -41,8 +41,8 @@ def launch_row_operators() -> None:
 
 
 def launch_products() -> None:
-    """Of each tile, with and without remainders of K."""
-    for num_out, num_in, dtype in ((4100, 264, BF16), (100, 256, BF16), (100, 200, torch.float32)):
+    """Of each tile, with and without remainders of K; 1024 columns are held whole."""
+    for num_out, num_in, dtype in ((4100, 264, BF16), (100, 1024, BF16), (100, 200, torch.float32)):
         weight = kernels.pack_linear(_random(num_out, num_in, dtype=dtype))
         bias = _random(num_out, dtype=torch.float32)
         for rows in (1, 17, 33, 65) if dtype is BF16 else (1, 33):
@@ -51,6 +51,7 @@ def launch_products() -> None:
             kernels.linear(x, weight)
             kernels.add_linear(x, weight, None, _random(rows, num_out, dtype=dtype))
             kernels.gated_linear(x, weight, None, Activation.SILU)
+        kernels.normed_linear(x[:1], kernels.RowNorm(_random(num_in, dtype=dtype), 1e-5), weight)
     vector.multiply(_random(1, 264), _random(100, 264), None, BF16, residual=_random(1, 100))
 
 

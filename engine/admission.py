@@ -1,6 +1,6 @@
 """Which Submits an engine cannot serve at all, and what it says of them.
 
-Pure functions of the Submit and the resolved settings; credit is `engine.accounts`' affair.
+Pure functions of a decoded Submit and the resolved settings; credit is `engine.accounts`' affair.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _ids_outside(submit: Submit, vocab_size: int) -> Failure | None:
             text = f"{name}: token id {highest} is outside the vocabulary of {vocab_size}."
             return Failure(ErrorCode.BAD_REQUEST, text)
     try:
-        submit.sampling.validate(vocab_size)
+        submit.sampling.validate_ids(vocab_size)  # the rest was when the frame was decoded
     except SamplingError as error:
         return Failure(ErrorCode.BAD_REQUEST, str(error))
     return None

@@ -105,11 +105,15 @@ class SamplingParams:
                 "min_tokens",
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}.",
             )
-        _check_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS, vocab_size)
-        _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_IDS, vocab_size)
-        _check_ids("logit_bias", tuple(i for i, _ in self.logit_bias), MAX_LOGIT_BIAS, vocab_size)
         for _, bias in self.logit_bias:
             _check_float("logit_bias", bias, -100.0, 100.0)
+        self.validate_ids(vocab_size)
+
+    def validate_ids(self, vocab_size: int | None) -> None:
+        """The part of `validate` that depends on the vocabulary."""
+        _check_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS, vocab_size)
+        _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_IDS, vocab_size)
+        _check_ids("logit_bias", tuple([token for token, _ in self.logit_bias]), MAX_LOGIT_BIAS, vocab_size)
         _check_bad_words(self.bad_words, vocab_size)
 
 

@@ -57,7 +57,8 @@ def serve(config: GatewayConfig, parent: Parent) -> int:
     instruments = metrics.build(metrics.Owner.GATEWAY, registry)
     router = Router(config.router_settings(), instruments)
     dispatcher = Dispatcher(router, config.dispatch_settings(), instruments)
-    service = Service(router, dispatcher, Texts(router), Measures(instruments), config.allow_unknown_fields)
+    texts = Texts(router, on_loaded=gc.freeze)
+    service = Service(router, dispatcher, texts, Measures(instruments), config.allow_unknown_fields)
     access = Access(
         api_key=config.api_key.get_secret_value() if config.api_key is not None else "",
         max_body_bytes=config.max_body_bytes or 0,

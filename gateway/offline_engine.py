@@ -166,6 +166,7 @@ class OfflineEngine:
             supervisor = Supervisor([[Program("engine", argv, child_environ({}))]], self._bar.show)
             self._connect(address)
             await self._router.start()
+            self._texts.start()
             lives = asyncio.create_task(supervisor.run(self._announce), name="engine")
             lives.add_done_callback(self._lives_ended)
             await self._ended.wait()

@@ -36,6 +36,7 @@ class Service:
     async def running(self) -> AsyncIterator[None]:
         """Links are open inside; afterwards nothing is left running."""
         await self.router.start()
+        self.texts.start()
         try:
             yield
         finally:

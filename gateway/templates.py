@@ -7,15 +7,22 @@ the request's fault (400) with the template's own words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jinja2
 import orjson
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from gateway.errors import BadRequest
 
 Message = dict[str, object]
+
+
+def renderer() -> Callable[..., tuple[list[str], object]]:
+    """transformers' `render_jinja_template`. Its import takes a second, so it waits until somebody needs it."""
+    from transformers.utils import chat_template_utils
+
+    render: Callable[..., tuple[list[str], object]] = chat_template_utils.render_jinja_template
+    return render
 
 
 class ChatTemplate:
@@ -27,6 +34,7 @@ class ChatTemplate:
         """`files` are a bundle's, `config` its tokenizer_config.json. A bundle may have no template."""
         self._sources = _sources(files, config)
         self._special_tokens = dict(special_tokens)
+        self._render = renderer()
         #: Templates that know no developer role get its messages as the system's.
         self.knows_developer = any("developer" in source for source in self._sources.values())
 
@@ -44,7 +52,7 @@ class ChatTemplate:
         if source is None:
             raise BadRequest("This model has no chat template; use /v1/completions.", "messages")
         try:
-            (text,), _ = render_jinja_template(
+            (text,), _ = self._render(
                 conversations=[list(messages)],
                 tools=[dict(tool) for tool in tools] or None,
                 chat_template=source,
@@ -61,7 +69,7 @@ class ChatTemplate:
             raise BadRequest(
                 f"The model's chat template refuses these messages: {_reason(error)}", "messages"
             ) from error
-        return str(text)
+        return text
 
 
 #: What the renderer passes itself; a request's variables do not replace it.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gateway import templates
 from gateway.errors import Unavailable
 from gateway.router import Router
 from gateway.schemas import ChatRequest
@@ -50,9 +51,20 @@ class ModelText:
 class Texts:
     """Loads bundles through the router, each once however many requests wait for it."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, on_loaded: Callable[[], None] = lambda: None) -> None:
+        """`on_loaded` is called when something large has been loaded that stays."""
         self._router = router
+        self._on_loaded = on_loaded
         self._loads: dict[str, asyncio.Task[ModelText]] = {}
+        self._warming: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Load what every model needs while the engines load theirs."""
+        self._warming = asyncio.create_task(self._warm(), name="import-renderer")
+
+    async def _warm(self) -> None:
+        await asyncio.to_thread(templates.renderer)
+        self._on_loaded()
 
     async def get(self, serving: Serving) -> ModelText:
         """The text side of a served model. Raises Unavailable when its bundle is not to be had."""
@@ -69,14 +81,17 @@ class Texts:
         return await asyncio.shield(load)
 
     async def close(self) -> None:
-        for load in self._loads.values():
-            load.cancel()
-        await asyncio.gather(*self._loads.values(), return_exceptions=True)
+        tasks = [*self._loads.values(), *([self._warming] if self._warming is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._loads.clear()
 
     async def _load(self, sha256: str) -> ModelText:
         blob = await self._router.fetch_bundle(sha256)
         try:
-            return await asyncio.to_thread(lambda: ModelText.from_files(bundle.unpack(blob)))
+            text = await asyncio.to_thread(lambda: ModelText.from_files(bundle.unpack(blob)))
         except bundle.BundleError as error:
             raise Unavailable(f"The model's tokenizer files are unfit: {error}") from error
+        self._on_loaded()
+        return text

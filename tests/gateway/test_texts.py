@@ -95,3 +95,16 @@ async def test_a_large_body_is_rendered_in_a_thread(monkeypatch: pytest.MonkeyPa
         for body in (small, small | field):
             assert (await client.post("/v1/chat/completions", json=body)).status_code in (200, 400)
     assert [thread is threading.current_thread() for thread in threads] == [True, False]
+
+
+async def test_what_has_been_loaded_is_told() -> None:
+    gateway = StubGateway(vocabularies.characters())
+    told: list[str] = []
+    texts = Texts(cast(Router, gateway.router), on_loaded=lambda: told.append(threading.current_thread().name))
+    texts.start()
+    await texts.get(gateway.serving)
+    async with asyncio.timeout(5):
+        while len(told) < 2:
+            await asyncio.sleep(0.001)
+    assert set(told) == {threading.current_thread().name}
+    await texts.close()

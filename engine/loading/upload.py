@@ -19,8 +19,10 @@ from engine.loading.formats import Extent
 from engine.loading.safetensors_files import DTYPES, fill
 from engine.loading.store import ModelError
 
-#: What is read and copied at a time, by so many threads, each of which may be ahead by a piece: 64 MiB in all.
-PIECE_BYTES = 4 * 2**20
+#: What is read and copied at a time, by so many threads, each of which may be ahead by a piece: 128 MiB in all. From
+#: the page cache to an H200 12.3 GB/s, with pieces of 4 MiB 9.4 to 11.5, of 2 MiB 6.7 (Python takes turns), with 16
+#: threads 9.4; a tensor at a time, read and then copied, 1.7.
+PIECE_BYTES = 8 * 2**20
 THREADS = 8
 
 

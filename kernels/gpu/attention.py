@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from kernels.attention import AttentionBatch, HeadNorms, TileSchedule
     from kernels.kv_cache import KVScales
 
-#: Up to this many rows of single tokens are spread finer where bits may depend on it.
-_FEW_ROWS = 4
+#: From so many single tokens on, long splits are the faster ones where bits may depend on their number.
+_SEVERAL_ROWS = 8
 
 
 def rotate_and_attend(
@@ -105,8 +105,8 @@ def _check_layout(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, num_heads: int)
 
 def _row_splits(schedule: TileSchedule, split: int) -> tuple[int, int]:
     """Positions in a split of a single token's context, and how many of them there are at most."""
-    chosen = in_force().row_split
-    if chosen is None or schedule.num_single > _FEW_ROWS:
+    chosen = in_force().rows_split
+    if chosen is None or schedule.num_single < _SEVERAL_ROWS:
         return split, schedule.max_splits
     return chosen, triton.cdiv(schedule.max_splits * split, chosen)
 

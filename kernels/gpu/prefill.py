@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels._triton import tl, triton
 from kernels.gpu.launch import begin, limits, wait
+from kernels.gpu.mode import in_force
 from kernels.gpu.pool import key_tile
 from kernels.gpu.softmax import add_tile, merge, nothing_seen
 
@@ -175,7 +176,8 @@ def attend_tiles(
         WINDOW=window,
         CAPPED=cap > 0,
         TILE=tile,
-        SPLIT=split,
+        # A window's keys are walked from the border of a split before it.
+        SPLIT=split if window > 0 else in_force().chunk_split or split,
         PDL=limit.dependent,
         num_warps=8,
         num_stages=1 if wide else (5 if limit.shared_memory > 200_000 and head_dim <= 128 else 3),

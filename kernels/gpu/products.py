@@ -19,31 +19,31 @@ if TYPE_CHECKING:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """See `kernels.gpu.matmul.linear`."""
-    if _by_sums(x, len(weight)):
-        return vector.multiply(x, weight, bias, out_dtype)
     columns = held.columns_of(x, len(weight), gated=False)
     if columns is not None:
         return held.multiply(x, weight, bias, out_dtype, columns=columns)
+    if _by_sums(x, len(weight)):
+        return vector.multiply(x, weight, bias, out_dtype)
     return matmul.linear(x, weight, bias, out_dtype)
 
 
 def add_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor | None:
     """See `kernels.gpu.matmul.add_linear`."""
-    if _by_sums(x, len(weight)):
-        return vector.multiply(x, weight, bias, x.dtype, residual=residual)
     columns = held.columns_of(x, len(weight), gated=False)
     if columns is not None:
         return held.multiply(x, weight, bias, x.dtype, columns=columns, residual=residual)
+    if _by_sums(x, len(weight)):
+        return vector.multiply(x, weight, bias, x.dtype, residual=residual)
     return matmul.add_linear(x, weight, bias, residual)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation = Activation.SILU) -> Tensor:
     """See `kernels.gpu.matmul.gated_linear`."""
-    if _by_sums(x, len(weight) // 2):
-        return vector.multiply(x, weight, bias, x.dtype, gate=activation)
     columns = held.columns_of(x, len(weight) // 2, gated=True)
     if columns is not None:
         return held.multiply(x, weight, bias, x.dtype, columns=columns, gate=activation)
+    if _by_sums(x, len(weight) // 2):
+        return vector.multiply(x, weight, bias, x.dtype, gate=activation)
     return matmul.gated_linear(x, weight, bias, activation)
 
 
@@ -66,7 +66,7 @@ def normed_gated_linear(
 
 
 def _columns_after_norm(x: Tensor, num_out: int, *, gated: bool) -> int | None:
-    return held.columns_of(x, num_out, gated=gated) if len(x) == 1 and not _by_sums(x, num_out) else None
+    return held.columns_of(x, num_out, gated=gated) if len(x) == 1 else None
 
 
 def _by_sums(x: Tensor, num_out: int) -> bool:

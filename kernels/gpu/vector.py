@@ -18,7 +18,7 @@ from kernels.gpu.launch import begin, limits, wait
 MOST_IN = 4096
 
 #: Fewer columns than this are too few programs to fill the device.
-LEAST_OUT = 6144
+LEAST_OUT = 4096
 
 #: Elements of the weight that a program holds.
 _HELD = 8192

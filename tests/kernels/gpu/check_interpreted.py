@@ -22,6 +22,7 @@ from kernels.experts import mix_experts_reference
 from kernels.gate import Activation
 from kernels.gpu import (
     activation,
+    attention,
     decode,
     embedding,
     experts,
@@ -265,6 +266,20 @@ def test_attention_of_short_chunks(spare: int, window: int, soft_cap: float) -> 
     assert len(schedule.items) >= 4
     assert bool((schedule.items[:, 3] > 1).any()) == (spare > 0)
     assert not schedule.arrivals.any()
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_attention_in_other_splits(window: int, fastest: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_SEVERAL_ROWS", 1)
+    dtype = torch.float32
+    case = AttentionCase.draw(3, 1, 64, dtype=dtype, block_size=32, starts=(0, 900, 570), counts=(1, 1, 20))
+    wanted = rotate_and_attend(
+        *(case.qkv.clone(), case.table, case.keys, case.values, case.batch, case.slots),
+        num_heads=3,
+        scale=64**-0.5,
+        window=window,
+    )
+    assert error(case.on(torch.device("cpu")).run(window, 0.0), wanted) < CLOSE[dtype]
 
 
 def test_attention_that_turns_a_part_of_each_head() -> None:

@@ -13,8 +13,8 @@ from kernels.gpu.decode import attend_rows
 from kernels.gpu.mode import in_force
 from kernels.gpu.norm import head_norm_
 from kernels.gpu.prefill import attend_tiles
-from kernels.gpu.short import attend_short
 from kernels.gpu.rope import rope_write_
+from kernels.gpu.short import attend_short
 
 if TYPE_CHECKING:
     from kernels.attention import AttentionBatch, HeadNorms, TileSchedule
@@ -73,6 +73,7 @@ def rotate_and_attend(
         tile=tile,
         split=row_split,
     )
+    q = qkv[:, : num_heads * head_dim].view(num_rows, num_heads, head_dim)
     attend_short(
         *(q, k_cache, v_cache, *where, schedule.items, schedule.arrivals, out),
         scale=scale,
@@ -82,7 +83,6 @@ def rotate_and_attend(
         tile=tile,
         split=split,
     )
-    q = qkv[:, : num_heads * head_dim].view(num_rows, num_heads, head_dim)
     attend_tiles(
         *(q, k_cache, v_cache, *where, schedule.tiles, out),
         scale=scale,

@@ -7,6 +7,7 @@ its columns at the same addresses in every step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -32,6 +33,7 @@ class Layout:
     num_tiles: int = 0
     num_items: int = 0
 
+    @lru_cache(256)  # noqa: B019 - of a value, of which a runner sees few
     def offsets(self) -> tuple[list[tuple[int, int]], int]:
         """(begin, end) of each column in the order of `Columns`, and the size of all."""
         tokens, rows = self.num_tokens, self.num_sampled

@@ -65,7 +65,7 @@ def launch_experts() -> None:
 
 
 def launch_attention(patch: pytest.MonkeyPatch) -> None:
-    """Of single tokens, walked and spread, and of chunks; to both kinds of pool."""
+    """Of single tokens, walked and spread, and of long and short chunks; to both kinds of pool."""
     for dtype, head_dim in ((BF16, 80), (BF16, 128), (torch.float32, 48)):
         case = AttentionCase.draw(
             *(8, 2, head_dim), dtype=dtype, block_size=16, starts=(0, 300, 30, 290), counts=(1, 1, 20, 130)
@@ -74,6 +74,7 @@ def launch_attention(patch: pytest.MonkeyPatch) -> None:
         for each, programs in itertools.product((case, case.with_fp8(kernels.KVScales(0.02, 0.01))), (1, 2)):
             patch.setattr(decode, "choose_spread", lambda *a, p=programs, **k: decode.Spread(p, 2, 3))
             replace(each.on(DEVICE), norms=norms).run(0, 0.0)
+            each.on(DEVICE).in_items(programs - 1).run(0, 0.0)
     case.on(DEVICE).run(100, 2.0)
 
 

@@ -1,4 +1,4 @@
-"""The only import of Triton. Loaded when the first GPU operator is, never on a start without a GPU."""
+"""The only import of Triton beside `kernels._gluon`. Loaded when the first GPU operator is, never without a GPU."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ BANNED = {
 #: The only files that may import these.
 ONLY_IN = {
     "zmq": {"gateway/dealer.py", "engine/server.py"},
-    "triton": {"kernels/_triton.py"},
+    "triton": {"kernels/_triton.py", "kernels/_gluon.py"},
 }
 
 #: An engine never tokenizes: what reads a model's folder makes tokenizer.json and sees whether it loads.

@@ -35,11 +35,14 @@ def wait(PDL: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What launches are fitted to. `dependent` says whether kernels may overlap."""
+    """What launches are fitted to. `dependent` says whether kernels may overlap, `warpgroups` whether products of four
+    warps can be written as such: capability 9.0, and the Triton whose experimental language `kernels._gluon` is.
+    """
 
     num_sms: int
     shared_memory: int  # bytes of a block
     dependent: bool
+    warpgroups: bool = False
 
     @property
     def options(self) -> dict[str, bool]:
@@ -57,4 +60,5 @@ def limits(device: torch.device) -> Limits:
         num_sms=properties.multi_processor_count,
         shared_memory=properties.shared_memory_per_block_optin,
         dependent=properties.major >= 9,
+        warpgroups=properties.major == 9 and triton.__version__.startswith("3.6."),
     )

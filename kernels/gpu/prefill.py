@@ -133,6 +133,19 @@ def query_tile(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dt
     return rows // packed_heads(num_heads, num_kv_heads)
 
 
+def takes_warpgroups(q: Tensor, v_cache: Tensor, *, cap: float, window: int, tile: int) -> bool:
+    """Whether `kernels.gpu.hopper` computes this, with the same bits."""
+    _, _, block_size, head_dim = v_cache.shape
+    return (
+        limits(q.device).warpgroups
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and v_cache.dtype == q.dtype
+        and head_dim in (64, 128)
+        and (cap, window, tile) == (0, 0, 64)
+        and (block_size in (16, 32) or block_size % 64 == 0)
+    )
+
+
 def attend_tiles(
     q: Tensor,
     k_cache: Tensor,
@@ -152,14 +165,24 @@ def attend_tiles(
 ) -> None:
     """Fill `out` [M, HQ, D] for the rows that `tiles` int32 [num_tiles, 2] names as (first row, rows).
 
-    A tile is rows of one sequence that follow each other, at most `query_tile`. q [M, HQ, D] may have
-    a row stride; caches are [num_blocks, HKV, block_size, D]. `scale` and `cap` are those of `add_tile`,
-    no cap being 0; the answer is multiplied by `value_scale`.
+    A tile is rows of one sequence that follow each other, at most `query_tile`; tiles of no rows come last.
+    q [M, HQ, D] may have a row stride; caches are [num_blocks, HKV, block_size, D]. `scale` and `cap` are those of
+    `add_tile`, no cap being 0; the answer is multiplied by `value_scale`.
     """
     if tiles.shape[0] == 0:
         return
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = v_cache.shape
+    if takes_warpgroups(q, v_cache, cap=cap, window=window, tile=tile):
+        from kernels.gpu import hopper  # needs a language that other devices' Triton need not have
+
+        hopper.attend_tiles(
+            *(q, k_cache, v_cache, block_tables, seq_index, positions, tiles, out),
+            scale=scale,
+            value_scale=value_scale,
+            split=split,
+        )
+        return
     pack = packed_heads(num_heads, num_kv_heads)
     limit = limits(q.device)
     wide = q.element_size() == 4  # float32 products take registers instead of tensor cores

@@ -14,6 +14,20 @@ NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
 
 @triton.jit
+def weigh(scores, top, unit, MASKED: tl.constexpr):
+    """(highest [R], fade [R], weights [R, TILE]) of a tile's scores [R, TILE], those that are not seen being -inf.
+
+    `top` [R] is the largest score before, `highest` the largest now, `fade` what sums so far are to be multiplied
+    by. `unit` takes a score to an exponent of 2. Without MASKED all are seen.
+    """
+    highest = tl.maximum(top, tl.max(scores, 1))
+    base = highest
+    if MASKED:
+        base = tl.where(highest == NEGATIVE_INFINITY, 0.0, highest)  # a row that has seen nothing: no NaN
+    return highest, tl.exp2((top - base) * unit), tl.exp2(tl.fma(scores, unit, -(base * unit)[:, None]))
+
+
+@triton.jit
 def add_tile(
     q, k, v, seen, top, total, out, scale, cap, MASKED: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr
 ):
@@ -32,13 +46,8 @@ def add_tile(
         scores = cap * (1.0 - 2.0 / (grown + 1.0))
     if MASKED:
         scores = tl.where(seen, scores, NEGATIVE_INFINITY)
-    highest = tl.maximum(top, tl.max(scores, 1))
-    base = highest
-    if MASKED:
-        base = tl.where(highest == NEGATIVE_INFINITY, 0.0, highest)  # a row that has seen nothing: no NaN
-    unit = 1.0 if CAPPED else scale
-    fade = tl.exp2((top - base) * unit)[:, None]
-    weights = tl.exp2(tl.fma(scores, unit, -(base * unit)[:, None])).to(v.dtype)
+    highest, fade, weights = weigh(scores, top, 1.0 if CAPPED else scale, MASKED)
+    fade, weights = fade[:, None], weights.to(v.dtype)
     ones = tl.full((TILE, 16), 1.0, v.dtype)
     total = tl.dot(weights, ones, total * fade, input_precision="ieee")
     out = tl.dot(weights, v, out * fade, input_precision="ieee")
@@ -46,12 +55,17 @@ def add_tile(
 
 
 @triton.jit
-def merge(top, total, out, later_top, later_total, later_out, unit):
-    """Join two splits, the later one second. Totals here are [R]; `unit` takes a score to an exponent of 2."""
+def shares(top, later_top, unit):
+    """(highest, fade, grow) [R]: what the sums of two splits are to be multiplied by before they are added."""
     highest = tl.maximum(top, later_top)
     base = tl.where(highest == NEGATIVE_INFINITY, 0.0, highest)
-    fade = tl.exp2((top - base) * unit)
-    grow = tl.exp2((later_top - base) * unit)
+    return highest, tl.exp2((top - base) * unit), tl.exp2((later_top - base) * unit)
+
+
+@triton.jit
+def merge(top, total, out, later_top, later_total, later_out, unit):
+    """Join two splits, the later one second. Totals here are [R]; `unit` takes a score to an exponent of 2."""
+    highest, fade, grow = shares(top, later_top, unit)
     return highest, tl.fma(total, fade, later_total * grow), tl.fma(out, fade[:, None], later_out * grow[:, None])
 
 

@@ -15,8 +15,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
+from kernels._gluon import TensorDescriptor
 from kernels.gpu import launch
 
 SHARED_MEMORY = {80: 166_912, 90: 232_448}
@@ -43,7 +45,7 @@ class Compiled:
 
 
 @contextmanager
-def compiling(capability: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
+def compiling(capability: int, monkeypatch: pytest.MonkeyPatch, *, warpgroups: bool = False) -> Iterator[Compiled]:
     compiled = Compiled()
     seen: set[str] = set()
 
@@ -60,7 +62,12 @@ def compiling(capability: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Comp
         compiled.assembly.append(kernel.asm["ptx"])
         compiled.layouts.append(kernel.asm["ttgir"])
 
-    limits = launch.Limits(num_sms=132, shared_memory=SHARED_MEMORY[capability], dependent=capability >= 90)
+    limits = launch.Limits(
+        num_sms=132,
+        shared_memory=SHARED_MEMORY[capability],
+        dependent=capability >= 90,
+        warpgroups=warpgroups,
+    )
     with monkeypatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
         for module in (
@@ -98,9 +105,13 @@ def _source(
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = _TYPES[value.dtype]
             aligned[(place,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            element = _TYPES[value.base.dtype].removeprefix("*")
+            signature[parameter.name] = f"tensordesc<{element}{value.block_shape},{value.layout!r}>"
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
                 aligned[(place,)] = [["tt.divisibility", 16]]
     chosen = {name: options[name] for name in _OPTIONS if name in options}
-    return ASTSource(kernel, signature, constants, aligned), chosen
+    language = GluonASTSource if kernel.is_gluon() else ASTSource
+    return language(kernel, signature, constants, aligned), chosen

@@ -110,9 +110,9 @@ def short_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (item, group of heads). ROWS are ROWS / PACK tokens by PACK query heads of one KV head."""
+    """Program (group of heads, item). ROWS are ROWS / PACK tokens by PACK query heads of one KV head."""
     begin(PDL)
-    item_ptr = items_ptr + tl.program_id(0) * COLUMNS
+    item_ptr = items_ptr + tl.program_id(1) * COLUMNS
     first, count, program = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
     num_programs, first_part = tl.load(item_ptr + 3), tl.load(item_ptr + 4)
     if count == 0:  # padding
@@ -120,7 +120,7 @@ def short_kernel(
     table_ptr = block_tables_ptr + tl.load(seq_index_ptr + first).to(tl.int64) * max_blocks
     start = tl.load(positions_ptr + first)
     end = start + count
-    group, num_groups = tl.program_id(1), tl.num_programs(1)
+    group, num_groups = tl.program_id(0), tl.num_programs(0)
     kv_head = group * PACK // (HQ // HKV)
     r = tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
@@ -203,7 +203,7 @@ def attend_short(
     num_sums = tiles.num_parts * tiles.rows
     tops, totals = torch.empty(2, num_sums, dtype=torch.float32, device=q.device)
     outs = torch.empty(num_sums, head_dim, dtype=torch.float32, device=q.device)
-    short_kernel[(items.shape[0], tiles.groups)](
+    short_kernel[(tiles.groups, items.shape[0])](
         *(q, k_cache, v_cache, block_tables, seq_index, positions, items, tops, totals, outs, arrivals, out),
         *(q.stride(0), block_tables.shape[1], scale, cap, value_scale),
         HQ=num_heads,

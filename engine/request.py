@@ -40,6 +40,7 @@ class Request:
 
     __slots__ = (
         "arrived",
+        "awaited",
         "blocks",
         "deadline",
         "handle",
@@ -81,6 +82,7 @@ class Request:
         self.arrived = now
         self.deadline = now + submit.deadline_ms / 1000 if submit.deadline_ms else math.inf
         self.state = RequestState.WAITING
+        self.awaited: bytes | None = None  # the block that another computes, while it waits for that
         self.slot = -1
         self.blocks: list[int] = []
         self.hashes = [hashing.root(submit.salt, submit.adapter)]

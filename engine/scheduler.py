@@ -20,6 +20,7 @@ from engine.events import Ended, Entered, Event, Sampled, Scored
 from engine.plan import PlanEntry, Scoring, SlotState, StepPlan, StepResult
 from engine.prefix import PrefixCache
 from engine.request import Request, RequestKey, RequestState
+from engine.sharing import Sharing
 from engine.status import Counts
 from protocol.messages import Admitted, ErrorCode, Failure, FinishReason, Logprobs, Submit
 
@@ -38,13 +39,13 @@ class Scheduler:
         self._eos_ids = info.eos_ids
         self._prefix = PrefixCache(info.num_blocks)
         self._pool = self._prefix.pool
+        self._sharing = Sharing(self._prefix, info.block_size)
         self._slots = list(range(resolved.max_num_seqs - 1, -1, -1))
         self._requests: dict[RequestKey, Request] = {}
         self._waiting: list[Request] = []  # sorted by Request.order
         self._running: list[Request] = []  # sorted by Request.order
         # Preempted or ended, but held by a step in flight: their blocks and slots are not free yet.
         self._leaving: list[Request] = []
-        self._leaders: dict[tuple[int, int], Request] = {}
         self._deadlines: list[tuple[float, int, Request]] = []
         self._in_flight: deque[list[tuple[Request, PlanEntry]]] = deque()
         self._events: list[Event] = []
@@ -87,6 +88,7 @@ class Scheduler:
         slots = sorted(self._slots + [request.slot for request in holders])
         assert slots == list(range(len(slots))), "a slot is lost or held twice"
         assert all(not r.blocks for r in self._waiting), "a waiting request owns blocks"
+        self._prefix.check_coming({r.order for r in self._running})
         live = {r.key for r in self._running + self._waiting}
         live |= {r.key for r in self._leaving if r.state is RequestState.PREEMPTED}
         assert live == self._requests.keys(), "a request is lost"
@@ -115,7 +117,7 @@ class Scheduler:
                 return
             request.limit = len(request.ids)
         if submit.leader and submit.group is not None and self._prefix_caching:
-            self._leaders[owner, submit.group] = request
+            self._sharing.lead(request)
         if submit.deadline_ms:
             heapq.heappush(self._deadlines, (request.deadline, self._num_arrived, request))
 
@@ -226,17 +228,16 @@ class Scheduler:
         self._leave(request)
 
     def _next_waiting(self) -> Request | None:
-        """The first waiting request that does not wait for the prompt blocks of its group's leader."""
+        """The first that does not wait for blocks that another computes."""
         for request in self._waiting:
-            leader = self._leaders.get(_group(request))
-            if leader is None or leader is request:
+            if not self._prefix_caching or not self._sharing.holds_back(request):
                 return request
         return None
 
     def _enter(self, request: Request, now: float) -> bool:
         """Give a waiting request a slot and blocks for all it has to compute, if there are enough."""
         size, num_to_compute = self._block_size, request.num_to_compute
-        hits = self._cached_blocks(request) if self._prefix_caching else []
+        hits = self._prefix.match(self._sharing.cacheable(request)) if self._prefix_caching else []
         num_new = -(-num_to_compute // size) - len(hits)
         num_idle_hits = self._pool.count_idle(hits)
         # A spare block for each running request, which may need it in the next steps: without it a
@@ -253,20 +254,11 @@ class Scheduler:
         request.num_planned = request.num_computed = min(len(hits) * size, num_to_compute - 1)
         self._waiting.remove(request)
         insort(self._running, request, key=_order)
+        if self._prefix_caching:
+            self._prefix.announce(request.hashes[1 + len(hits) :], request.order)
         if request.num_cached is None:
             self._count_entry(request, now)
         return True
-
-    def _cached_blocks(self, request: Request) -> list[int]:
-        """The cached blocks that a request enters with, not yet acquired.
-
-        Its last known token is always computed, since its hidden state gives the next one; and so is all from
-        the first wanted logprob on, which hangs on the hidden state before it, into blocks of its own.
-        """
-        size = self._block_size
-        request.extend_hashes(size)
-        most = request.num_to_compute if request.is_scored else request.next_scored - 1
-        return self._prefix.match(request.hashes[1 : 1 + most // size])
 
     def _count_entry(self, request: Request, now: float) -> None:
         request.num_cached = min(request.num_computed, request.num_prompt)
@@ -301,14 +293,14 @@ class Scheduler:
     def _computed(self, request: Request, num_computed: int) -> None:
         """Positions up to `num_computed` are in the pool: name the blocks that became full."""
         size = self._block_size
-        first, last = request.num_computed // size, num_computed // size
-        request.num_computed = num_computed
+        before, request.num_computed = request.num_computed, num_computed
+        first, last = before // size, num_computed // size
         if last > first and self._prefix_caching:
             request.extend_hashes(size)
             for index in range(first, last):
                 self._prefix.insert(request.hashes[index + 1], request.blocks[index])
-        if self._leaders and num_computed >= request.num_prompt:
-            self._unlead(request)
+        if before < request.num_prompt <= num_computed:
+            self._sharing.unlead(request)
 
     def _scored(self, request: Request, scoring: Scoring, row: int, scored: Logprobs | None) -> bool:
         """Tell a prompt's logprobs, from row `row` on; False if the request ended by or with them."""
@@ -351,7 +343,7 @@ class Scheduler:
         self.counts.finished += reason in (FinishReason.STOP, FinishReason.LENGTH)
         self.counts.aborted += reason is FinishReason.ABORT
         del self._requests[request.key]
-        self._unlead(request)
+        self._sharing.unlead(request)
         if state is RequestState.WAITING:
             self._waiting.remove(request)
         elif state is RequestState.RUNNING:
@@ -359,6 +351,8 @@ class Scheduler:
             self._leave(request)
 
     def _leave(self, request: Request) -> None:
+        if self._prefix_caching:
+            self._prefix.renounce(request.hashes[1 + request.num_computed // self._block_size :], request.order)
         if request.in_flight:
             self._leaving.append(request)
         else:
@@ -373,17 +367,6 @@ class Scheduler:
             request.restart()
             insort(self._waiting, request, key=_order)
 
-    def _unlead(self, request: Request) -> None:
-        group = _group(request)
-        if self._leaders.get(group) is request:
-            del self._leaders[group]
-
 
 def _order(request: Request) -> tuple[int, bool, int]:
     return request.order
-
-
-def _group(request: Request) -> tuple[int, int]:
-    """Key of its sibling group; no leader has the key of those without a group."""
-    group = request.submit.group
-    return request.owner, -1 if group is None else group

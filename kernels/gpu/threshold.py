@@ -2,9 +2,9 @@
 which id.
 
 One pass over the vocabulary holds the three best values of each of some thousand lanes in registers. All values
-above the best one that a lane had no room for (`rest`) are held, some two thousand of random logits, so that the search
-goes on there; where it must go below, it passes over the vocabulary at each step. Weights are integers in units
-of 2^-44: their sums are exact, and the same over what is held and over the vocabulary.
+above the best one that a lane had no room for (`rest`) are held, a thousand of random logits, and searched
+there. A nucleus that ends below is drawn together by some passes, and what lies at its end held in turn. Weights are
+integers in units of 2^-44: their sums are exact, and the same over what is held and over the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ LOWEST = tl.constexpr(-0x80000000)
 KEY_OF_MINUS_INFINITY = tl.constexpr(-2139095041)
 
 _ONE = tl.constexpr(float(2**44))  # a weight of 1; 2^18 of them are an int64
+_WEIGHTLESS = tl.constexpr(31.0)  # a value so far below the top weighs nothing
+_NARROW = tl.constexpr(0.05)  # values so close together are held, if logits are anything like normal
 
 
 @triton.jit
@@ -64,6 +66,37 @@ def weight_above(row_ptr, bound, top, temperature, VOCAB: tl.constexpr, BLOCK: t
         key = key_of(scaled_block(row_ptr, ids, ids < VOCAB, temperature))
         total += tl.where(key > bound, weight_of(key, top), 0)
     return tl.sum(total, 0)
+
+
+@triton.jit
+def weights_above(row_ptr, lower, upper, top, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums of the weights of the row's keys above `lower`, and above `upper`."""
+    total = tl.zeros([BLOCK], tl.int64)
+    total_upper = total
+    for first in range(0, VOCAB, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        key = key_of(scaled_block(row_ptr, ids, ids < VOCAB, temperature))
+        weight = weight_of(key, top)
+        total += tl.where(key > lower, weight, 0)
+        total_upper += tl.where(key > upper, weight, 0)
+    return tl.sum(total, 0), tl.sum(total_upper, 0)
+
+
+@triton.jit
+def held_between(row_ptr, low, high, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The three best keys of each lane that are above `low` and at most `high`, and the best of those that a lane had
+    no room for, or LOWEST."""
+    best = tl.full([BLOCK], LOWEST, tl.int32)
+    second, third, dropped = best, best, best
+    for first in range(0, VOCAB, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        key = key_of(scaled_block(row_ptr, ids, ids < VOCAB, temperature))
+        key = tl.where((key > low) & (key <= high), key, LOWEST)
+        best, key = tl.maximum(best, key), tl.minimum(best, key)
+        second, key = tl.maximum(second, key), tl.minimum(second, key)
+        third, key = tl.maximum(third, key), tl.minimum(third, key)
+        dropped = tl.maximum(dropped, key)
+    return best, second, third, tl.max(dropped, 0)
 
 
 @triton.jit
@@ -130,25 +163,61 @@ def key_of_weight(
     BLOCK: tl.constexpr,
 ):
     """The least key above `low` above which the weight is less than `target`, and that weight."""
-    if held_above(best, second, third, tl.maximum(rest, low), top).to(tl.float64) >= target:
-        low, high = tl.maximum(rest, low), highest
-        while low + 1 < high:
-            at = middle(low, high)
-            if held_above(best, second, third, at, top).to(tl.float64) < target:
-                high = at
-            else:
-                low = at
-        above = held_above(best, second, third, high, top)
+    above = held_above(best, second, third, tl.maximum(rest, low), top)
+    if above.to(tl.float64) >= target:
+        high, above = key_among_held(best, second, third, above * 0, target, tl.maximum(rest, low), highest, top)
     else:
-        high = rest
-        while low + 1 < high:
-            at = middle(low, high)
-            if weight_above(row_ptr, at, top, temperature, VOCAB, BLOCK).to(tl.float64) < target:
-                high = at
-            else:
-                low = at
-        above = weight_above(row_ptr, high, top, temperature, VOCAB, BLOCK)
+        low, high, above = few_between(row_ptr, above, target, low, rest, top, temperature, VOCAB, BLOCK)
+        some, others, more, dropped = held_between(row_ptr, low, high, temperature, VOCAB, BLOCK)
+        floor = tl.maximum(low, dropped)
+        held = above + held_above(some, others, more, floor, top)
+        if held.to(tl.float64) >= target:
+            high, above = key_among_held(some, others, more, above, target, floor, high, top)
+        else:
+            high, above = floor, held
+            while low + 1 < high:
+                at = middle(low, high)
+                weight = weight_above(row_ptr, at, top, temperature, VOCAB, BLOCK)
+                is_less = weight.to(tl.float64) < target
+                low, high = tl.where(is_less, low, at), tl.where(is_less, at, high)
+                above = tl.where(is_less, weight, above)
     return high, above
+
+
+@triton.jit
+def key_among_held(best, second, third, base, target, low, high, top):
+    """`key_of_weight` where all keys above `low`, up to `high`, are held; those above `high` weigh `base`."""
+    while low + 1 < high:
+        at = middle(low, high)
+        if (base + held_above(best, second, third, at, top)).to(tl.float64) < target:
+            high = at
+        else:
+            low = at
+    return high, base + held_above(best, second, third, high, top)
+
+
+@triton.jit
+def few_between(row_ptr, above, target, low, high, top, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """(low, high, weight above high) drawn together around the key of weight, until few keys lie between them. Two
+    bounds a pass, since a pass is division and exponentials."""
+    low = tl.maximum(low, key_of(top - _WEIGHTLESS))
+    while (low + 1 < high) & (value_of(high) - value_of(low) > _NARROW):
+        third, two_thirds = key_between(low, high, 1 / 3), key_between(low, high, 2 / 3)
+        lower, upper = tl.minimum(third, two_thirds), tl.maximum(third, two_thirds)
+        above_lower, above_upper = weights_above(row_ptr, lower, upper, top, temperature, VOCAB, BLOCK)
+        below_lower = above_lower.to(tl.float64) < target
+        below_upper = above_upper.to(tl.float64) < target
+        low = tl.where(below_lower, low, tl.where(below_upper, lower, upper))
+        high = tl.where(below_lower, lower, tl.where(below_upper, upper, high))
+        above = tl.where(below_lower, above_lower, tl.where(below_upper, above_upper, above))
+    return low, high, above
+
+
+@triton.jit
+def key_between(low, high, share):
+    """A key between two that are not neighbours, at that share of the way in value."""
+    at = key_of(value_of(low) + (value_of(high) - value_of(low)) * share)
+    return tl.where((at > low) & (at < high), at, middle(low, high))
 
 
 @triton.jit
@@ -251,16 +320,8 @@ def threshold_kernel(
     if (temperature < GREEDY_BELOW) | ~(limited | (top_p < 1.0) | (min_p > 0.0)):
         return
     row_ptr = logits_ptr + row * VOCAB
-    best = tl.full([BLOCK], KEY_OF_MINUS_INFINITY, tl.int32)
-    second, third, dropped = best, best, best
-    for first in range(0, VOCAB, BLOCK):
-        ids = first + tl.arange(0, BLOCK)
-        key = key_of(scaled_block(row_ptr, ids, ids < VOCAB, temperature))
-        best, key = tl.maximum(best, key), tl.minimum(best, key)
-        second, key = tl.maximum(second, key), tl.minimum(second, key)
-        third, key = tl.maximum(third, key), tl.minimum(third, key)
-        dropped = tl.maximum(dropped, key)
-    highest, rest = tl.max(best, 0), tl.max(dropped, 0)
+    best, second, third, rest = held_between(row_ptr, LOWEST, 0x7FFFFFFF, temperature, VOCAB, BLOCK)
+    highest = tl.max(best, 0)
     top = value_of(highest)
     # The lowest kept key, and how many of its equals stay (VOCAB: all).
     bound = highest * 0 + KEY_OF_MINUS_INFINITY
@@ -277,7 +338,8 @@ def threshold_kernel(
         ties = tl.where(enough > bound, VOCAB, ties)
         bound = tl.maximum(enough, bound)
     tl.store(lowest_ptr + row, bound)
-    if ties < VOCAB:
-        equals = equals_of(row_ptr, best, second, third, rest, bound, temperature, VOCAB, BLOCK)
-        if ties < equals:
-            tl.store(last_id_ptr + row, id_of_tie(row_ptr, bound, ties, temperature, VOCAB, BLOCK))
+    cut = ties < VOCAB
+    if cut & (bound > rest):
+        cut = ties < equals_of(row_ptr, best, second, third, rest, bound, temperature, VOCAB, BLOCK)
+    if cut:
+        tl.store(last_id_ptr + row, id_of_tie(row_ptr, bound, ties, temperature, VOCAB, BLOCK))

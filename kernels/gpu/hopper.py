@@ -13,7 +13,9 @@ item hide behind the one before. Of the 168 registers a thread begins with, `loa
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kernels._gluon import TensorDescriptor, fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
@@ -265,15 +267,28 @@ def hopper_prefill_kernel(
     )
 
 
-@functools.cache
-def _layout(*shape: int) -> gl.NVMMASharedLayout:
-    """How a tile of 16-bit numbers lies in a slot."""
-    return gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
+class _Memory(NamedTuple):
+    """What a descriptor needs of a tensor. Descriptors are kept, and must not keep tensors' memory."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
-def _pool_desc(cache: Tensor, block_size: int, head_dim: int) -> TensorDescriptor:
-    box = [min(block_size, TILE.value), head_dim]
-    return TensorDescriptor(cache, [cache.numel() // head_dim, head_dim], [head_dim, 1], box, _layout(*box))
+@functools.lru_cache(maxsize=1024)
+def _descriptor(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> TensorDescriptor:
+    """Making one takes longer than all else about an argument of a launch."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16)  # or float16: as wide
+    return TensorDescriptor(_Memory(address, dtype), list(shape), list(strides), list(box), layout)
+
+
+def _pool_descriptor(cache: Tensor, block_size: int, head_dim: int) -> TensorDescriptor:
+    box = (min(block_size, TILE.value), head_dim)
+    return _descriptor(cache.data_ptr(), cache.dtype, (cache.numel() // head_dim, head_dim), (head_dim, 1), box)
 
 
 def attend_tiles(
@@ -294,12 +309,12 @@ def attend_tiles(
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = v_cache.shape
     pack = packed_heads(num_heads, num_kv_heads)
-    box = [ROWS.value // pack, pack, head_dim]
+    box = (ROWS.value // pack, pack, head_dim)
     num_items = tiles.shape[0] * (num_heads // pack)
     limit = limits(q.device)
     hopper_prefill_kernel[(min(num_items, limit.num_sms),)](
-        TensorDescriptor(q, list(q.shape), list(q.stride()), box, _layout(*box)),
-        *(_pool_desc(cache, block_size, head_dim) for cache in (k_cache, v_cache)),
+        _descriptor(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(), box),
+        *(_pool_descriptor(cache, block_size, head_dim) for cache in (k_cache, v_cache)),
         *(block_tables, seq_index, positions, tiles, out),
         *(num_items, block_tables.shape[1], scale, value_scale),
         HQ=num_heads,

@@ -109,8 +109,13 @@ class Report:
         place[leaf] = statistics.median(values)
 
 
-def measure(plan: Plan, command: list[str], tell: Callable[[str], None]) -> Report:
-    """Everything in `plan`. A part that fails is in the report with what it measured before, and the others go on."""
+def measure(
+    plan: Plan, command: list[str], tell: Callable[[str], None], keep: Callable[[Report], None] | None = None
+) -> Report:
+    """Everything in `plan`. A part that fails is in the report with what it measured before, and the others go on.
+    `keep` has the report after each part: a run that is cut off loses what it was about alone.
+    """
+    keep = keep or (lambda report: None)
     code = read_code()
     begun = time.monotonic()
     report = Report(
@@ -126,15 +131,18 @@ def measure(plan: Plan, command: list[str], tell: Callable[[str], None]) -> Repo
             tell(f"{shape}: {' '.join(measures)}")
             with _failing_alone(shape, report, tell):
                 _offline(plan, shape, measures, Path(folder), report, tell)
-            if again := plan.fastest.get(shape):
-                tell(f"{shape}, not reproducible: {' '.join(again)}")
-                with _failing_alone(f"{shape}, not reproducible", report, tell):
-                    _offline(plan, shape, again, Path(folder), report, tell, reproducible=False)
-                _add_costs(shape, again, report)
+            keep(report)
         if plan.http:
             with _failing_alone("http", report, tell):
                 asyncio.run(_serve(plan, Path(folder), report, tell))
+            keep(report)
+        for shape, measures in plan.fastest.items():
+            tell(f"{shape}, not reproducible: {' '.join(measures)}")
+            with _failing_alone(f"{shape}, not reproducible", report, tell):
+                _offline(plan, shape, measures, Path(folder), report, tell, reproducible=False)
+            _add_costs(shape, measures, report)
     report.wall_s = round(time.monotonic() - begun, 1)
+    keep(report)
     return report
 
 

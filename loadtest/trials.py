@@ -145,11 +145,16 @@ def gpu(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, metavar="JSON", help="write the report there, its table and plot beside")
     options = parser.parse_args(arguments)
     plan = replace(computing.FULL, repeats=options.repeats, http=computing.FULL.http if options.http else ())
-    report = computing.measure(plan, ["python", "-m", "loadtest", "gpu", *arguments], _tell)
+    command = ["python", "-m", "loadtest", "gpu", *arguments]
+
+    def keep(report: computing.Report) -> None:
+        if options.output is not None:
+            options.output.write_bytes(orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2) + b"\n")
+
+    report = computing.measure(plan, command, _tell, keep)
     table = gpu_report.table(report)
     _show(table)
     if options.output is not None:
-        options.output.write_bytes(orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2) + b"\n")
         plot = gpu_report.draw(report, options.output.with_suffix(".png"))
         options.output.with_suffix(".md").write_text(f"{table}\n![{plot.stem}]({plot.name})\n")
     return 1 if report.failures else 0

@@ -97,11 +97,13 @@ def test_a_part_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("loadtest.gpu._lines_of_child", lines)
     told: list[str] = []
+    kept: list[set[str]] = []
     offline = {"tiny": ("decode:2",), "qwen06b": ("decode:2",)}
     plan = Plan(offline=offline, fastest={}, http=(), repeats=3, device="cpu")
-    report = measure(plan, ["python"], told.append)
+    report = measure(plan, ["python"], told.append, lambda report: kept.append({*report.values}))
     assert report.failures == {"tiny": "gpu_offline: the device is gone"}
     assert report.results == {"tiny": {"decode_ms": {"2": 1.5}}, "qwen06b": {"decode_ms": {"2": 1.5}}}
+    assert kept[:2] == [{"tiny.decode_ms.2"}, {"tiny.decode_ms.2", "qwen06b.decode_ms.2"}]
     assert told[1:3] == ["  decode:2: 1.5, 1.25, 9", "tiny failed: gpu_offline: the device is gone"]
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from kernels._triton import triton
 from kernels.gpu.decode import attend_rows
 from kernels.gpu.mode import in_force
-from kernels.gpu.norm import head_norm_
 from kernels.gpu.prefill import attend_tiles
 from kernels.gpu.rope import rope_write_
 from kernels.gpu.short import attend_short
@@ -47,18 +46,17 @@ def rotate_and_attend(
     `scales`.
     """
     num_rows, schedule = qkv.shape[0], batch.schedule
-    _, num_kv_heads, _, head_dim = v_cache.shape
+    head_dim = v_cache.shape[3]
     assert schedule is not None, "a batch on a GPU comes with its tiles"
     _check_layout(qkv, k_cache, v_cache, num_heads)
     out = torch.empty(num_rows, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     scale, cap = _exponents(scale * scales.key, soft_cap)
-    if norms is not None:
-        head_norm_(qkv, norms.query, norms.key, norms.eps, num_heads=num_heads, num_kv_heads=num_kv_heads)
     where = (batch.block_tables, batch.seq_index, batch.positions)
     rope_write_(
         *(qkv, table, k_cache, v_cache, *where),
         num_heads=num_heads,
         first_row=min(schedule.num_single, num_rows),
+        norms=norms,
         scales=scales,
     )
     row_split, max_splits = _row_splits(schedule, split)
@@ -68,6 +66,7 @@ def rotate_and_attend(
         max_splits=max_splits,
         scale=scale,
         cap=cap,
+        norms=norms,
         scales=scales,
         window=window,
         tile=tile,

@@ -93,8 +93,8 @@ def held_kernel(
         residual = tl.load(residual_ptr + cells, mask=inside, other=0.0)
     T: tl.constexpr = y_ptr.dtype.element_ty
     acc = tl.dot(w, tl.trans(x))
-    if HAS_BIAS:
-        acc += bias[:, None]
+    if HAS_BIAS:  # no plain sum, or the compiler would begin the chain with the bias
+        acc = tl.fma(acc, 1.0, bias[:, None])
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BN, BM)), (1, 2, 0)))
         y = active_times(gate, up, GELU, T)

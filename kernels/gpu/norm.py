@@ -8,9 +8,6 @@ from torch import Tensor
 from kernels._triton import tl, triton
 from kernels.gpu.launch import begin, limits, wait
 
-#: Heads of a program of `head_norm_`. Fixed, as the number of warps is: a sum's order depends on the launch.
-_HEADS = 8
-
 
 @triton.jit
 def normed(x, scale, weight, T: tl.constexpr):
@@ -76,53 +73,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
         **limit.options,
     )
     return y, total
-
-
-@triton.jit
-def head_norm_kernel(
-    qkv_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    stride,
-    eps,
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HEADS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program per token and HEADS heads."""
-    begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
-    inside = (head < HQ + HKV) & (d < D)
-    weights = tl.where(head < HQ, tl.load(q_weight_ptr + d, d < D, 0.0), tl.load(k_weight_ptr + d, d < D, 0.0))
-    pointers = qkv_ptr + row * stride + head * D + d
-    wait(PDL)
-    x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.fma(tl.sum(x * x, 1), 1.0 / D, eps))
-    tl.store(pointers, normed(x, scale[:, None], weights, qkv_ptr.dtype.element_ty), mask=inside)
-
-
-def head_norm_(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, *, num_heads: int, num_kv_heads: int
-) -> None:
-    """`kernels.norm.head_norm_` of the query and key heads of qkv [M, (HQ + 2 * HKV) * D], one launch for both."""
-    num_rows, head_dim = qkv.shape[0], q_weight.shape[0]
-    if num_rows == 0:
-        return
-    limit = limits(qkv.device)
-    head_norm_kernel[(num_rows, triton.cdiv(num_heads + num_kv_heads, _HEADS))](
-        *(qkv, q_weight, k_weight, qkv.stride(0), eps),
-        HQ=num_heads,
-        HKV=num_kv_heads,
-        D=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        HEADS=_HEADS,
-        PDL=limit.dependent,
-        num_warps=4,
-        enable_fp_fusion=False,
-        **limit.options,
-    )

@@ -1,5 +1,5 @@
-"""Rotary positions: the rotation and the write of the pool that attention of single tokens fuses, and the kernel
-that does both for chunks."""
+"""Rotary positions: the norm and the rotation of heads that attention of single tokens fuses, and the kernel that
+does both for chunks and writes the pool."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from torch import Tensor
 
 from kernels._triton import tl, triton
 from kernels.gpu.launch import begin, limits, wait
+from kernels.gpu.norm import normed
 from kernels.gpu.pool import stored
 
 if TYPE_CHECKING:
+    from kernels.attention import HeadNorms
     from kernels.kv_cache import KVScales
 
 #: Heads of a program.
@@ -19,11 +21,25 @@ _HEADS = 8
 
 
 @triton.jit
-def rotated(pointers, inside, d, table_ptr, position, ROTARY: tl.constexpr, T: tl.constexpr):
-    """Heads [R, D] at `pointers` [R, 1] turned by `position` [R, 1], computed in float32, rounded to T.
+def rotated(
+    pointers,
+    inside,
+    d,
+    table_ptr,
+    position,
+    norm_ptrs,
+    eps,
+    D: tl.constexpr,
+    ROTARY: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """Heads [R, BLOCK_D] at `pointers` [R, 1] turned by `position` [R, 1], computed in float32, rounded to their type.
 
-    `table_ptr` is float32 [num_positions, ROTARY]: cosines, then sines. `inside` masks [R, D].
+    `table_ptr` is float32 [num_positions, ROTARY]: cosines, then sines. `inside` masks [R, BLOCK_D]. NORMED: heads are
+    normed first, by the weights at `norm_ptrs` [R, 1], and rounded. A head is summed by the lanes of one warp, which
+    a block of 8 or more heads is given in any launch: so its bits do not depend on the launch.
     """
+    T: tl.constexpr = pointers.dtype.element_ty
     HALF: tl.constexpr = ROTARY // 2
     turned = d < ROTARY
     partner = tl.where(turned, (d + HALF) % ROTARY, d)
@@ -33,38 +49,21 @@ def rotated(pointers, inside, d, table_ptr, position, ROTARY: tl.constexpr, T: t
     sign = tl.where(d < HALF, -1.0, 1.0)[None, :]
     x = tl.load(pointers + d[None, :], mask=inside, other=0.0).to(tl.float32)
     y = tl.load(pointers + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        x_weight = tl.load(norm_ptrs + d[None, :], mask=inside, other=0.0)
+        y_weight = tl.load(norm_ptrs + partner[None, :], mask=inside, other=0.0)
+        scale = tl.rsqrt(tl.fma(tl.sum(x * x, 1), 1.0 / D, eps))[:, None]
+        x = normed(x, scale, x_weight, T).to(tl.float32)
+        y = normed(y, scale, y_weight, T).to(tl.float32)
     return tl.fma(x, cosine, (y * sine) * sign).to(T)
-
-
-@triton.jit
-def write_new_kv(
-    k_ptr,
-    v_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    slot,
-    rope_ptr,
-    position,
-    key_scale,
-    value_scale,
-    d,
-    D: tl.constexpr,
-    ROTARY: tl.constexpr,
-):
-    """One token's key, turned, and value, into the pool at `slot`."""
-    one = tl.arange(0, 1)[:, None]
-    inside = (d < D)[None, :] & (one == 0)
-    P: tl.constexpr = k_cache_ptr.dtype.element_ty
-    key = rotated(k_ptr + one, inside, d, rope_ptr, position + one, ROTARY, k_ptr.dtype.element_ty)
-    tl.store(k_cache_ptr + slot + one + d[None, :], stored(key, key_scale, P), mask=inside)
-    value = tl.load(v_ptr + one + d[None, :], mask=inside)
-    tl.store(v_cache_ptr + slot + one + d[None, :], stored(value, value_scale, P), mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_row", "max_blocks"])
 def rope_write_kernel(
     qkv_ptr,
     table_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
     k_cache_ptr,
     v_cache_ptr,
     block_tables_ptr,
@@ -75,6 +74,7 @@ def rope_write_kernel(
     max_blocks,
     key_scale,
     value_scale,
+    eps,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -82,9 +82,10 @@ def rope_write_kernel(
     ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
+    NORMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per token and HEADS heads: q turned in place, k turned and v copied into the pool."""
+    """One program per token and HEADS heads: q normed and turned in place, k the same and v copied into the pool."""
     begin(PDL)
     row = first_row + tl.program_id(0)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -97,11 +98,13 @@ def rope_write_kernel(
     inside = (head < HQ + 2 * HKV) & (d < D)[None, :]
     pointers = qkv_ptr + row.to(tl.int64) * qkv_stride + head * D
     block = tl.load(block_tables_ptr + seq * max_blocks + position // BLOCK_SIZE).to(tl.int64)
-    T: tl.constexpr = qkv_ptr.dtype.element_ty
     P: tl.constexpr = k_cache_ptr.dtype.element_ty
     is_key = inside & (head >= HQ) & (head < HQ + HKV)
     is_value = inside & (head >= HQ + HKV)
-    turned = rotated(pointers, inside & (head < HQ + HKV), d, table_ptr, position + head * 0, ROTARY, T)
+    turned = rotated(
+        *(pointers, inside & (head < HQ + HKV), d, table_ptr, position + head * 0),
+        *(tl.where(head < HQ, q_norm_ptr, k_norm_ptr), eps, D, ROTARY, NORMED),
+    )
     value = tl.load(pointers + d[None, :], mask=is_value, other=0.0)
     tl.debug_barrier()  # every element is read as a partner before it is overwritten
     tl.store(pointers + d[None, :], turned, mask=inside & (head < HQ))
@@ -122,9 +125,11 @@ def rope_write_(
     *,
     num_heads: int,
     first_row: int,
+    norms: HeadNorms | None,
     scales: KVScales,
 ) -> None:
-    """Turn q in place and write k and v to the pool, for rows of qkv [M, (HQ + 2 * HKV) * D] from first_row on.
+    """For rows of qkv [M, (HQ + 2 * HKV) * D] from first_row on: norm and turn q in place, and k, which is written to
+    the pool with v.
 
     `table` float32 [num_positions, rotary_dim]. A row whose position is below 0 is left alone. `scales` are those
     of an FP8 pool.
@@ -135,8 +140,16 @@ def rope_write_(
     _, num_kv_heads, block_size, head_dim = v_cache.shape
     limit = limits(qkv.device)
     rope_write_kernel[(num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS))](
-        *(qkv, table, k_cache, v_cache, block_tables, seq_index, positions),
-        *(qkv.stride(0), first_row, block_tables.shape[1], scales.key, scales.value),
+        *(qkv, table, *((table, table) if norms is None else (norms.query, norms.key))),
+        *(k_cache, v_cache, block_tables, seq_index, positions),
+        *(
+            qkv.stride(0),
+            first_row,
+            block_tables.shape[1],
+            scales.key,
+            scales.value,
+            0.0 if norms is None else norms.eps,
+        ),
         HQ=num_heads,
         HKV=num_kv_heads,
         D=head_dim,
@@ -144,7 +157,9 @@ def rope_write_(
         ROTARY=table.shape[1],
         BLOCK_SIZE=block_size,
         HEADS=_HEADS,
+        NORMED=norms is not None,
         PDL=limit.dependent,
         num_warps=4,
+        enable_fp_fusion=False,
         **limit.options,
     )

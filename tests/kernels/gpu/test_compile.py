@@ -42,14 +42,12 @@ def test_row_operators(capability: int, dtype: torch.dtype, monkeypatch: pytest.
     with compiling(capability, monkeypatch) as compiled:
         x = torch.empty(2, 4096, dtype=dtype)
         norm.rms_norm(x, x[0], 1e-5, x)
-        norm.head_norm_(x, x[0, :128], x[0, :128], 1e-6, num_heads=24, num_kv_heads=4)
         for kind in kernels.Activation:
             activation.activate_and_mul(x, kind)
         activation.soft_cap_(x.float(), 30.0)
         embedding.embed_ahead(torch.empty(2, dtype=torch.int32), torch.empty(4, dtype=torch.int32), x, dtype)
     assert compiled.names == [
         "rms_norm_kernel",
-        "head_norm_kernel",
         "activate_and_mul_kernel",
         "activate_and_mul_kernel",
         "soft_cap_kernel",
@@ -98,7 +96,9 @@ def test_products_of_small_weights(capability: int, monkeypatch: pytest.MonkeyPa
         x, norm = torch.empty(1, 1024, dtype=torch.bfloat16), kernels.RowNorm(weight[0], 1e-6)
         products.normed_gated_linear(x, norm, weight, None)
         products.normed_linear(x, norm, weight[:4096], torch.empty(4096))
-    assert ("held_kernel" in compiled.names) == (capability >= 90)
+    held = [text for name, text in zip(compiled.names, compiled.layouts, strict=True) if name == "held_kernel"]
+    assert bool(held) == (capability >= 90)
+    assert all(re.search(r" tt\.dot %\S+, %\S+, %cst", text) for text in held)  # a bias is added after, not before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -126,12 +126,17 @@ def test_attention(capability: int, dtype: torch.dtype, head_dim: int, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 80)], ids=str
+    ("dtype", "head_dim"),
+    [(torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float16, 64), (torch.float32, 80)],
+    ids=str,
 )
 def test_attention_to_an_fp8_pool(dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of any number of rows take 2 neighbours of K a lane, and so add in one order."""
     compiled = _compile_attention(90, dtype, kernels.FP8, head_dim, monkeypatch)
-    assert all("cvt.rn.f16x2.e4m3x2" in text for text in compiled.assembly[1:])
+    readers = [
+        text for name, text in zip(compiled.names, compiled.assembly, strict=True) if name != "rope_write_kernel"
+    ]
+    assert all("cvt.rn.f16x2.e4m3x2" in text for text in readers)
     widths = {width for text in compiled.layouts for width in re.findall(r"kWidth = (\d)", text)}
     assert widths == (set() if dtype is torch.float32 else {"2"})
 
@@ -139,21 +144,22 @@ def test_attention_to_an_fp8_pool(dtype: torch.dtype, head_dim: int, monkeypatch
 def _compile_attention(
     capability: int, dtype: torch.dtype, pool: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> Compiled:
-    heads, kv_heads, rows = 8, 2, 3
+    heads, kv_heads, rows = 8, 2, 1
     keys, values = kernels.empty_kv_cache(8, 16, kv_heads, head_dim, dtype=pool, device=torch.device("cpu"))
     keys = values.transpose(2, 3)
     index = torch.zeros(rows, dtype=torch.int32)
     with compiling(capability, monkeypatch) as compiled:
-        for num_rows, options in ((rows, {}), (400, {"window": 100}), (400, {"soft_cap": 2.0})):
-            schedule = kernels.TileSchedule(num_rows, torch.zeros(1, 2, dtype=torch.int32), 8, index)
+        normed = {"norms": kernels.HeadNorms(*torch.empty(2, head_dim, dtype=dtype), 1e-6)}
+        for num_rows, options in ((rows, normed), (400, {"window": 100}), (400, {"soft_cap": 2.0})):
+            tiles, items = (torch.zeros(1, columns, dtype=torch.int32) for columns in (2, ITEM_COLUMNS))
+            schedule = kernels.TileSchedule(num_rows, tiles, items, 8, index)
             batch = kernels.AttentionBatch(torch.zeros(1, 128, dtype=torch.int32), index, index, schedule)
             qkv = torch.empty(num_rows + 1, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
             attention.rotate_and_attend(
                 *(qkv, torch.empty(100, head_dim), keys, values, batch),
-                **({"window": 0, "soft_cap": 0.0} | options),
+                **({"window": 0, "soft_cap": 0.0, "norms": None} | options),
                 num_heads=heads,
                 scale=1.0,
-                norms=None,
                 scales=kernels.UNSCALED,
                 tile=64,
                 split=256,

@@ -155,6 +155,19 @@ def test_invariance_of_gated_products(
     assert wrong == []
 
 
+@pytest.mark.parametrize(("num_out", "num_in"), [(4096, 1024), (4096, 2048), (1000, 1544)])
+def test_invariance_of_products_after_a_norm(cuda: torch.device, num_out: int, num_in: int) -> None:
+    """A row alone is normed in the product, where the weight is small."""
+    x, weight = (torch.randn(rows, num_in, device=cuda).to(BF16) for rows in (300, num_out))
+    packed = kernels.pack_linear(weight / 32)
+    norm = kernels.RowNorm((1 + torch.randn(num_in, device=cuda) / 8).to(BF16), 1e-6)
+    normed, _ = kernels.rms_norm(x, norm.weight, norm.eps)
+    whole, whole_gated = kernels.linear(normed, packed), kernels.gated_linear(normed, packed)
+    for first, last in (*((row, row + 1) for row in range(0, 300, 7)), (0, 5)):
+        assert torch.equal(kernels.normed_linear(x[first:last], norm, packed), whole[first:last])
+        assert torch.equal(kernels.normed_gated_linear(x[first:last], norm, packed), whole_gated[first:last])
+
+
 @pytest.mark.parametrize(
     ("dtype", "sizes"),
     [(BF16, (8, 4096, 1792, 2)), (BF16, (128, 2048, 768, 8)), *((dtype, (5, 200, 48, 3)) for dtype in DTYPES)],
@@ -248,10 +261,14 @@ def test_invariance_of_attention(
     fp8: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One chunk of 700 tokens, chunks cut elsewhere, and single tokens with splits spread in several ways."""
+    """One chunk of 700 tokens, chunks cut elsewhere, and single tokens with splits spread in several ways; for all
+    shapes but one after norms of heads."""
     from kernels.gpu import decode
 
     case = AttentionCase.draw(*heads, dtype=dtype, block_size=16, starts=(0,), counts=(700,))
+    if heads != (32, 8, 128):
+        query, key = (1 + torch.randn(2, heads[2], device=cuda) / 8).to(dtype)
+        case = replace(case, norms=kernels.HeadNorms(query, key, 1e-6))
     whole = (case.with_fp8(kernels.KVScales(0.013, 0.0071)) if fp8 else case).on(cuda)
     wanted = whole.run(0, 0.0)
     for cuts in ((0, 1, 38, 338, 700), (0, 256, 257, 700)):

@@ -80,6 +80,16 @@ def logprobs(logits: Tensor, ids: Tensor, k: int) -> TokenLogprobs:
     return found
 
 
+def mask_logits(logits: Tensor, allowed: Tensor) -> Tensor:
+    """`logits` [B, V] with -inf for ids that are not allowed: the reference of what samplers on a GPU do themselves.
+
+    `allowed` int32 [B, ceil(V / 32)]: of id i bit i % 32 of word i // 32, so that -1 allows 32 ids. A logit that is not
+    allowed may be anything, NaN included.
+    """
+    bits = (allowed.unsqueeze(-1) >> torch.arange(32, device=allowed.device)) & 1
+    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+
+
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Gumbel noise for int64 `seeds`, `positions` [B] and every token id: float32 [B, vocab_size]."""
     library = native()

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels._triton import tl, triton
 from kernels.gpu.launch import begin, limits, wait
 from kernels.gpu.noise import gumbel, philox_words
-from kernels.gpu.threshold import GREEDY_BELOW, KEY_OF_MINUS_INFINITY, LOWEST, key_of, threshold_kernel
+from kernels.gpu.threshold import GREEDY_BELOW, KEY_OF_MINUS_INFINITY, LOWEST, allowed_block, key_of, threshold_kernel
 
 #: Ids of rows that have no token.
 NOT_FINITE, NONE_ALLOWED = -1, -2
@@ -29,6 +29,7 @@ _BROKEN = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 @triton.jit
 def pick_kernel(
     logits_ptr,
+    words_ptr,
     temperature_ptr,
     seeds_ptr,
     positions_ptr,
@@ -36,6 +37,7 @@ def pick_kernel(
     last_id_ptr,
     best_ptr,
     VOCAB: tl.constexpr,
+    WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -46,7 +48,7 @@ def pick_kernel(
     inside = ids < VOCAB
     temperature = tl.load(temperature_ptr + row)
     wait(PDL)
-    x = tl.load(logits_ptr + row * VOCAB + ids, mask=inside, other=float("-inf"))
+    x = allowed_block(logits_ptr + row * VOCAB, words_ptr, row * WORDS, ids, inside)
     broken = (x != x) | (x == float("inf"))
     if temperature >= GREEDY_BELOW:
         x = tl.div_rn(x, temperature + tl.zeros_like(x))
@@ -90,23 +92,27 @@ def sample_ahead(
     positions: Tensor,
     slots: Tensor,
     last_ids: Tensor,
+    allowed: Tensor | None = None,
 ) -> Tensor:
     """A token for each row of float32 `logits` [B, V]: int32 [B], NOT_FINITE or NONE_ALLOWED where there is none.
 
     `temperature`, `top_p`, `min_p` float32, `top_k`, `positions`, `slots` int32, `seeds` int64, all [B]. The
-    token is kept in last_ids[slot] as well, int32 [num_slots], unless the slot is below 0.
+    token is kept in last_ids[slot] as well, int32 [num_slots], unless the slot is below 0. `allowed` int32
+    [B, ceil(V / 32)] has a bit for each id, the lowest first: `kernels.sampling.mask_logits` says what it does.
     """
     num_rows, vocab_size = logits.shape
     ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows == 0:
         return ids
     limit = limits(logits.device)
-    num_parts = triton.cdiv(vocab_size, _PICK_BLOCK)
+    num_parts, num_words = triton.cdiv(vocab_size, _PICK_BLOCK), triton.cdiv(vocab_size, 32)
+    assert allowed is None or (allowed.shape == (num_rows, num_words) and allowed.is_contiguous())
     lowest, last_id = torch.empty(2, num_rows, dtype=torch.int32, device=logits.device)
     best = torch.empty(num_rows, num_parts, dtype=torch.int64, device=logits.device)
     threshold_kernel[(num_rows,)](
-        *(logits, temperature, top_k, top_p, min_p, lowest, last_id),
+        *(logits, allowed, temperature, top_k, top_p, min_p, lowest, last_id),
         VOCAB=vocab_size,
+        WORDS=num_words,
         BLOCK=min(_THRESHOLD_BLOCK, triton.next_power_of_2(vocab_size)),
         PDL=limit.dependent,
         num_warps=16,
@@ -114,8 +120,9 @@ def sample_ahead(
         **limit.options,
     )
     pick_kernel[(num_rows, num_parts)](
-        *(logits, temperature, seeds, positions, lowest, last_id, best),
+        *(logits, allowed, temperature, seeds, positions, lowest, last_id, best),
         VOCAB=vocab_size,
+        WORDS=num_words,
         BLOCK=min(_PICK_BLOCK, triton.next_power_of_2(vocab_size)),
         PDL=limit.dependent,
         num_warps=8,

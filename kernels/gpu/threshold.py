@@ -41,41 +41,52 @@ def weight_of(key, top):
 
 
 @triton.jit
-def scaled_block(row_ptr, ids, inside, temperature):
+def allowed_block(row_ptr, words_ptr, first_word, ids, inside):
+    """Logits of a row, -inf for ids whose bit in its words is 0 (`words_ptr` None: all are allowed)."""
     x = tl.load(row_ptr + ids, mask=inside, other=float("-inf"))
-    return tl.div_rn(x, temperature + tl.zeros_like(x))
+    if words_ptr is not None:
+        word = tl.load(words_ptr + first_word + ids // 32, mask=inside, other=0)
+        x = tl.where((word >> (ids % 32)) & 1 != 0, x, float("-inf"))
+    return x
 
 
 @triton.jit
-def count_from(row_ptr, lowest, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def scaled_block(row, ids, inside):
+    """Of a row, which is (logits, words of allowed ids or None, the row's first of them, temperature)."""
+    x = allowed_block(row[0], row[1], row[2], ids, inside)
+    return tl.div_rn(x, row[3] + tl.zeros_like(x))
+
+
+@triton.jit
+def count_from(row, lowest, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """How many keys of the row are at least `lowest`."""
     count = 0
     for first in range(0, VOCAB, BLOCK):
         ids = first + tl.arange(0, BLOCK)
-        key = key_of(scaled_block(row_ptr, ids, ids < VOCAB, temperature))
+        key = key_of(scaled_block(row, ids, ids < VOCAB))
         count += tl.sum(((key >= lowest) & (ids < VOCAB)).to(tl.int32), 0)
     return count
 
 
 @triton.jit
-def weight_above(row_ptr, bound, top, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def weight_above(row, bound, top, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """Sum of the weights of the row's keys above `bound`."""
     total = tl.zeros([BLOCK], tl.int64)
     for first in range(0, VOCAB, BLOCK):
         ids = first + tl.arange(0, BLOCK)
-        key = key_of(scaled_block(row_ptr, ids, ids < VOCAB, temperature))
+        key = key_of(scaled_block(row, ids, ids < VOCAB))
         total += tl.where(key > bound, weight_of(key, top), 0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def weights_above(row_ptr, lower, upper, top, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def weights_above(row, lower, upper, top, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """Sums of the weights of the row's keys above `lower`, and above `upper`."""
     total = tl.zeros([BLOCK], tl.int64)
     total_upper = total
     for first in range(0, VOCAB, BLOCK):
         ids = first + tl.arange(0, BLOCK)
-        key = key_of(scaled_block(row_ptr, ids, ids < VOCAB, temperature))
+        key = key_of(scaled_block(row, ids, ids < VOCAB))
         weight = weight_of(key, top)
         total += tl.where(key > lower, weight, 0)
         total_upper += tl.where(key > upper, weight, 0)
@@ -83,14 +94,14 @@ def weights_above(row_ptr, lower, upper, top, temperature, VOCAB: tl.constexpr, 
 
 
 @triton.jit
-def held_between(row_ptr, low, high, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def held_between(row, low, high, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The three best keys of each lane that are above `low` and at most `high`, and the best of those that a lane had
     no room for, or LOWEST."""
     best = tl.full([BLOCK], LOWEST, tl.int32)
     second, third, dropped = best, best, best
     for first in range(0, VOCAB, BLOCK):
         ids = first + tl.arange(0, BLOCK)
-        key = key_of(scaled_block(row_ptr, ids, ids < VOCAB, temperature))
+        key = key_of(scaled_block(row, ids, ids < VOCAB))
         key = tl.where((key > low) & (key <= high), key, LOWEST)
         best, key = tl.maximum(best, key), tl.minimum(best, key)
         second, key = tl.maximum(second, key), tl.minimum(second, key)
@@ -122,9 +133,7 @@ def middle(low, high):
 
 
 @triton.jit
-def key_of_rank(
-    row_ptr, best, second, third, rest, rank, highest, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr
-):
+def key_of_rank(row, best, second, third, rest, rank, highest, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The largest key that at least `rank` keys reach, and how many are above it."""
     if held_from(best, second, third, rest + 1) >= rank:
         low, high = rest + 1, highest
@@ -139,17 +148,17 @@ def key_of_rank(
         low, high = highest * 0 + KEY_OF_MINUS_INFINITY, rest
         while low < high:
             at = middle(low, high) + 1
-            if count_from(row_ptr, at, temperature, VOCAB, BLOCK) >= rank:
+            if count_from(row, at, VOCAB, BLOCK) >= rank:
                 low = at
             else:
                 high = at - 1
-        above = count_from(row_ptr, low + 1, temperature, VOCAB, BLOCK)
+        above = count_from(row, low + 1, VOCAB, BLOCK)
     return low, above
 
 
 @triton.jit
 def key_of_weight(
-    row_ptr,
+    row,
     best,
     second,
     third,
@@ -158,7 +167,6 @@ def key_of_weight(
     low,
     highest,
     top,
-    temperature,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -167,8 +175,8 @@ def key_of_weight(
     if above.to(tl.float64) >= target:
         high, above = key_among_held(best, second, third, above * 0, target, tl.maximum(rest, low), highest, top)
     else:
-        low, high, above = few_between(row_ptr, above, target, low, rest, top, temperature, VOCAB, BLOCK)
-        some, others, more, dropped = held_between(row_ptr, low, high, temperature, VOCAB, BLOCK)
+        low, high, above = few_between(row, above, target, low, rest, top, VOCAB, BLOCK)
+        some, others, more, dropped = held_between(row, low, high, VOCAB, BLOCK)
         floor = tl.maximum(low, dropped)
         held = above + held_above(some, others, more, floor, top)
         if held.to(tl.float64) >= target:
@@ -177,7 +185,7 @@ def key_of_weight(
             high, above = floor, held
             while low + 1 < high:
                 at = middle(low, high)
-                weight = weight_above(row_ptr, at, top, temperature, VOCAB, BLOCK)
+                weight = weight_above(row, at, top, VOCAB, BLOCK)
                 is_less = weight.to(tl.float64) < target
                 low, high = tl.where(is_less, low, at), tl.where(is_less, at, high)
                 above = tl.where(is_less, weight, above)
@@ -197,14 +205,14 @@ def key_among_held(best, second, third, base, target, low, high, top):
 
 
 @triton.jit
-def few_between(row_ptr, above, target, low, high, top, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def few_between(row, above, target, low, high, top, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """(low, high, weight above high) drawn together around the key of weight, until few keys lie between them. Two
     bounds a pass, since a pass is division and exponentials."""
     low = tl.maximum(low, key_of(top - _WEIGHTLESS))
     while (low + 1 < high) & (value_of(high) - value_of(low) > _NARROW):
         third, two_thirds = key_between(low, high, 1 / 3), key_between(low, high, 2 / 3)
         lower, upper = tl.minimum(third, two_thirds), tl.maximum(third, two_thirds)
-        above_lower, above_upper = weights_above(row_ptr, lower, upper, top, temperature, VOCAB, BLOCK)
+        above_lower, above_upper = weights_above(row, lower, upper, top, VOCAB, BLOCK)
         below_lower = above_lower.to(tl.float64) < target
         below_upper = above_upper.to(tl.float64) < target
         low = tl.where(below_lower, low, tl.where(below_upper, lower, upper))
@@ -233,24 +241,13 @@ def key_of_min_p(min_p, low, high, top):
 
 
 @triton.jit
-def equals_of(row_ptr, best, second, third, rest, key, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens have this key."""
-    if key > rest:
-        count = held_from(best, second, third, key) - held_from(best, second, third, key + 1)
-    else:
-        count = count_from(row_ptr, key, temperature, VOCAB, BLOCK)
-        count -= count_from(row_ptr, key + 1, temperature, VOCAB, BLOCK)
-    return count
-
-
-@triton.jit
-def id_of_tie(row_ptr, bound, ties, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def id_of_tie(row, bound, ties, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The largest of the lowest `ties` ids whose key is `bound`."""
     seen = 0
     last = 0
     for first in range(0, VOCAB, BLOCK):
         ids = first + tl.arange(0, BLOCK)
-        key = key_of(scaled_block(row_ptr, ids, ids < VOCAB, temperature))
+        key = key_of(scaled_block(row, ids, ids < VOCAB))
         equal = (key == bound) & (ids < VOCAB)
         place = seen + tl.cumsum(equal.to(tl.int32), 0)
         last = tl.maximum(last, tl.max(tl.where(equal & (place <= ties), ids, 0), 0))
@@ -260,7 +257,7 @@ def id_of_tie(row_ptr, bound, ties, temperature, VOCAB: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def kept_by_nucleus(
-    row_ptr,
+    row,
     best,
     second,
     third,
@@ -270,23 +267,22 @@ def kept_by_nucleus(
     ties,
     highest,
     top,
-    temperature,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """(bound, ties) narrowed to the fewest tokens whose weight reaches `top_p` of what they kept before."""
-    equals = highest * 0
     if bound > rest:
         above = held_above(best, second, third, bound, top)
+        equals = held_from(best, second, third, bound) - held_from(best, second, third, bound + 1)
     else:
-        above = weight_above(row_ptr, bound, top, temperature, VOCAB, BLOCK)
-    if bound > KEY_OF_MINUS_INFINITY:  # what is not allowed weighs nothing
-        equals = tl.minimum(equals_of(row_ptr, best, second, third, rest, bound, temperature, VOCAB, BLOCK), ties)
+        above = weight_above(row, bound, top, VOCAB, BLOCK)
+        equals = highest * 0
+        if bound > KEY_OF_MINUS_INFINITY:  # what is not allowed weighs nothing
+            equals = count_from(row, bound, VOCAB, BLOCK) - count_from(row, bound + 1, VOCAB, BLOCK)
+    equals = tl.minimum(equals, ties)
     target = (above + equals.to(tl.int64) * weight_of(bound, top)).to(tl.float64) * top_p.to(tl.float64)
     if above.to(tl.float64) >= target:
-        bound, above = key_of_weight(
-            row_ptr, best, second, third, rest, target, bound, highest, top, temperature, VOCAB, BLOCK
-        )
+        bound, above = key_of_weight(row, best, second, third, rest, target, bound, highest, top, VOCAB, BLOCK)
         ties = highest * 0 + VOCAB
     weight = tl.maximum(weight_of(bound, top), 1).to(tl.float64)
     room = tl.maximum(tl.ceil((target - above.to(tl.float64)) / weight), 1.0)
@@ -296,6 +292,7 @@ def kept_by_nucleus(
 @triton.jit
 def threshold_kernel(
     logits_ptr,
+    words_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
@@ -303,6 +300,7 @@ def threshold_kernel(
     lowest_ptr,
     last_id_ptr,
     VOCAB: tl.constexpr,
+    WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -319,20 +317,18 @@ def threshold_kernel(
     tl.store(last_id_ptr + row, VOCAB)
     if (temperature < GREEDY_BELOW) | ~(limited | (top_p < 1.0) | (min_p > 0.0)):
         return
-    row_ptr = logits_ptr + row * VOCAB
-    best, second, third, rest = held_between(row_ptr, LOWEST, 0x7FFFFFFF, temperature, VOCAB, BLOCK)
+    of_row = (logits_ptr + row * VOCAB, words_ptr, row * WORDS, temperature)
+    best, second, third, rest = held_between(of_row, LOWEST, 0x7FFFFFFF, VOCAB, BLOCK)
     highest = tl.max(best, 0)
     top = value_of(highest)
     # The lowest kept key, and how many of its equals stay (VOCAB: all).
     bound = highest * 0 + KEY_OF_MINUS_INFINITY
     ties = highest * 0 + VOCAB
     if limited:
-        bound, above = key_of_rank(row_ptr, best, second, third, rest, top_k, highest, temperature, VOCAB, BLOCK)
+        bound, above = key_of_rank(of_row, best, second, third, rest, top_k, highest, VOCAB, BLOCK)
         ties = top_k - above
     if top_p < 1.0:
-        bound, ties = kept_by_nucleus(
-            row_ptr, best, second, third, rest, top_p, bound, ties, highest, top, temperature, VOCAB, BLOCK
-        )
+        bound, ties = kept_by_nucleus(of_row, best, second, third, rest, top_p, bound, ties, highest, top, VOCAB, BLOCK)
     if min_p > 0.0:
         enough = key_of_min_p(min_p, bound - 1, highest, top)
         ties = tl.where(enough > bound, VOCAB, ties)
@@ -340,6 +336,6 @@ def threshold_kernel(
     tl.store(lowest_ptr + row, bound)
     cut = ties < VOCAB
     if cut & (bound > rest):
-        cut = ties < equals_of(row_ptr, best, second, third, rest, bound, temperature, VOCAB, BLOCK)
+        cut = ties < held_from(best, second, third, bound) - held_from(best, second, third, bound + 1)
     if cut:
-        tl.store(last_id_ptr + row, id_of_tie(row_ptr, bound, ties, temperature, VOCAB, BLOCK))
+        tl.store(last_id_ptr + row, id_of_tie(of_row, bound, ties, VOCAB, BLOCK))

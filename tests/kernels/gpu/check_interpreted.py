@@ -38,6 +38,7 @@ from kernels.gpu import (
 )
 from kernels.norm import rms_norm_reference
 from kernels.routing import route_reference
+from kernels.sampling import mask_logits
 from tests.kernels.gpu.cases import AttentionCase
 
 # Idle rows of a tile divide 0 by 0, and are not stored.
@@ -360,6 +361,28 @@ def test_sampling(block: int, turns: int, monkeypatch: pytest.MonkeyPatch) -> No
         assert found[5:8].tolist() == [sampling.NOT_FINITE, sampling.NOT_FINITE, sampling.NONE_ALLOWED]
         assert torch.equal(found.clamp(min=-1).long(), wanted)
         assert torch.equal(last, found.clamp(min=0))
+
+
+@pytest.mark.parametrize("block", [8192, 64])
+def test_sampling_of_allowed_tokens(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the first row's, none of the second's; the third has a NaN that is not allowed. 300 is not 32 n."""
+    monkeypatch.setattr(sampling, "_THRESHOLD_BLOCK", block)
+    rows, vocab = 8, 300
+    logits, number = torch.randn(rows, vocab) * 3, torch.arange(rows)
+    words = torch.randint(-(2**31), 2**31, (rows, 10)).int()
+    words[0], words[1], words[2, 0] = -1, 0, -1 - 2**7
+    logits[2, 7] = torch.nan
+    temperature, min_p = torch.full((rows,), 0.8), torch.zeros(rows)
+    temperature[3] = 0.0
+    top_k, top_p = torch.tensor([0, 0, 0, 0, 5, 0, 40, 0]), torch.tensor([1, 1, 1, 1, 1, 0.5, 0.9, 0.95])
+    columns = (temperature, top_k, top_p, min_p, number, number)
+    wanted = kernels.sample(mask_logits(logits, words), *columns)
+    last = torch.zeros(rows, dtype=torch.int32)
+    found = sampling.sample_ahead(
+        *(logits, temperature, top_k.int(), top_p, min_p, number, number.int(), number.int(), last, words)
+    )
+    assert found[1] == sampling.NONE_ALLOWED
+    assert torch.equal(found.clamp(min=-1).long(), wanted)
 
 
 def test_logprobs() -> None:

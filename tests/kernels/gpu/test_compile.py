@@ -173,12 +173,17 @@ def test_sampling(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
         logits, column, ids = torch.empty(2, 128256), torch.empty(2), torch.empty(2, dtype=torch.int32)
         seeds = ids.long()
         sampling.sample_ahead(logits, column, ids, column, column, seeds, ids, ids, ids)
+        sampling.sample_ahead(
+            logits, column, ids, column, column, seeds, ids, ids, ids, torch.empty(2, 4008, dtype=torch.int32)
+        )
         logprobs.logprobs_ahead(logits, ids, 5)
         noise.gumbel_noise(seeds, seeds, 1000)
     assert compiled.names == [
         "threshold_kernel",
         "pick_kernel",
         "choose_kernel",
+        "threshold_kernel",
+        "pick_kernel",
         "logprobs_kernel",
         "gumbel_noise_kernel",
     ]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from engine.device.graphs import decode_layouts
 from engine.device.kv import KVLayout
 from engine.layers.attention import ForwardBatch, LayerCache
 from engine.loading.store import ModelError
@@ -58,8 +59,8 @@ def kv_memory_bytes(
     _, total = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_allocated(device)
     peak, max_num_tokens = step.peak_bytes, step.num_tokens
-    # Every graph keeps its logits: the ladder's rows sum to less than four times its last.
-    graphs = 4 * max_num_seqs * spec.vocab_size * 4
+    # Every graph keeps its logits, in float32. Those of chunks are few, and in the reserve.
+    graphs = sum(layout.num_sampled for layout in decode_layouts(max_num_seqs)) * spec.vocab_size * 4
     other = total - torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved(device)
     left = int(total * utilization) - peak - graphs - other - _RESERVE
     if left <= 0:

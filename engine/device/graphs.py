@@ -32,8 +32,8 @@ class StepGraph:
 
 
 def decode_layouts(max_num_seqs: int) -> list[Layout]:
-    """Steps of single tokens, all sampled: powers of two, steps of 8 up to 64, of 32 up to 256, of 64 beyond."""
-    sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, max_num_seqs, 64)}
+    """Steps of single tokens, all sampled: powers of two, steps of 8 up to 64, of 16 up to 256, of 64 beyond."""
+    sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 64)}
     return [Layout(size, size) for size in sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})]
 
 

@@ -35,11 +35,12 @@ class Linear:
 
     def after(self, norm: RMSNorm, x: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The layer's output for what `norm` makes of x and the residual, and their sum, both as `norm` has them."""
-        if x is None:
-            assert residual is not None
-            return self._weight.normed_product(residual, norm.rows, self._bias), residual
-        normed, residual = norm(x, residual)
-        return self(normed), residual
+        total = residual if x is None else x
+        if x is not None and residual is not None:
+            normed, total = norm(x, residual)
+            return self(normed), total
+        assert total is not None
+        return self._weight.normed_product(total, norm.rows, self._bias), total
 
     def gated_after(
         self, norm: RMSNorm, x: Tensor | None, residual: Tensor, activation: kernels.Activation

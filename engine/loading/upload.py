@@ -25,13 +25,16 @@ from engine.loading.store import ModelError
 PIECE_BYTES = 8 * 2**20
 THREADS = 8
 
+#: Tensors below eight such pieces, as experts have them, are shared among fewer threads.
+_LEAST_BYTES = 2**20
+
 
 class Upload:
     """Its calls' tensors are complete for what is queued on the device after them. Close it when all are there."""
 
     def __init__(self, device: torch.device, *, piece_bytes: int = PIECE_BYTES, threads: int = THREADS) -> None:
         self._device = device
-        self._piece_bytes = piece_bytes
+        self._piece_bytes, self._num_threads = piece_bytes, threads
         self._threads = ThreadPoolExecutor(threads, "upload")
         self._free: SimpleQueue[_Buffer] = SimpleQueue()
         for _ in range(2 * threads):
@@ -45,8 +48,9 @@ class Upload:
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         try:
             with extent.file.open("rb", buffering=0) as file:
-                piece = partial(self._piece, extent, file.fileno(), target, stream)
-                for _ in self._threads.map(piece, range(0, len(target), self._piece_bytes)):
+                size = min(self._piece_bytes, max(_LEAST_BYTES, -(-len(target) // self._num_threads)))
+                piece = partial(self._piece, extent, file.fileno(), target, stream, size)
+                for _ in self._threads.map(piece, range(0, len(target), size)):
                     pass
         except OSError as error:
             raise ModelError(f"{extent.file} cannot be read: {error.strerror}.") from error
@@ -58,11 +62,13 @@ class Upload:
         while not self._free.empty():
             self._free.get().wait()
 
-    def _piece(self, extent: Extent, file: int, target: Tensor, stream: torch.cuda.Stream | None, begin: int) -> None:
+    def _piece(
+        self, extent: Extent, file: int, target: Tensor, stream: torch.cuda.Stream | None, size: int, begin: int
+    ) -> None:
         buffer = self._free.get()
         try:
             buffer.wait()
-            part = target[begin : begin + self._piece_bytes]
+            part = target[begin : begin + size]
             os.posix_fadvise(file, extent.start + begin, len(part), os.POSIX_FADV_WILLNEED)
             fill(buffer.view[: len(part)], extent.file, file, extent.start + begin)
             buffer.copy_to(part, stream)

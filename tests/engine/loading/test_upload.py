@@ -39,6 +39,21 @@ def test_tensors_of_every_type_in_pieces(tmp_path: Path) -> None:
     upload.close()
 
 
+def test_a_tensor_is_shared_among_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """20,000 bytes among four, 200 in pieces of the least size."""
+    monkeypatch.setattr("engine.loading.upload._LEAST_BYTES", 100)
+    tensors = {"large": torch.arange(2500), "small": torch.arange(25)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    file = SafetensorsFile(tmp_path / "a.safetensors")
+    upload = Upload(CPU, piece_bytes=10_000, threads=4)
+    pieces: list[int] = []
+    monkeypatch.setattr("engine.loading.upload.fill", lambda memory, *where: pieces.append(len(memory)))
+    for name in tensors:
+        upload(extent(file, name))
+    upload.close()
+    assert sorted(pieces) == [100, 100] + [5000] * 4
+
+
 def test_parts_that_lie_in_one_piece(tmp_path: Path) -> None:
     x = torch.arange(77).view(7, 11)
     save_file({"x": x, "vector": x[0].clone()}, tmp_path / "a.safetensors")

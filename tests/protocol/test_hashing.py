@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from protocol import hashing
 from protocol.messages import u32
 
@@ -30,6 +32,20 @@ def test_salt_and_adapter_separate():
     assert len(names) == 4
     assert hashing.root("ab", "c") != hashing.root("a", "bc")
     assert hashing.root("\ud83d") != hashing.root("")
+
+
+@pytest.mark.parametrize("block_size", [4, 96, 2048])
+def test_what_is_remembered_of_long_chains_is_what_a_first_look_gives(block_size):
+    ids = list(range(4096 + block_size + 1))
+    whole = hashes(ids, block_size=block_size)
+    assert len(whole) == len(ids) // block_size
+    by_blocks = [hashing.root()]
+    for begin in range(0, len(whole) * block_size, block_size):
+        by_blocks += hashing.chain(u32(ids[begin : begin + block_size]), block_size, by_blocks[-1])
+    assert whole == by_blocks[1:] == hashes(ids, block_size=block_size)
+    changed = hashes([*ids[:2060], 7, *ids[2061:]], block_size=block_size)
+    assert [one == other for one, other in zip(whole, changed, strict=True)].count(True) == 2060 // block_size
+    assert not set(whole) & set(hashes(ids, block_size=block_size, salt="s"))
 
 
 def test_the_chain_is_the_same_in_every_process():

@@ -251,7 +251,7 @@ async def test_a_fault_of_our_own_is_told_loudly(
         def fail() -> None:
             raise RuntimeError("a fault of our own")
 
-        monkeypatch.setattr(gateway.router, "_serve_lines", fail)
+        monkeypatch.setattr(gateway.router, "_offers", fail)
         await until(lambda: bool(gateway.crashes))
         monkeypatch.undo()
         gateway.crashes.clear()

@@ -186,6 +186,7 @@ async def test_other_numerics_can_be_refused(short_dir: Path, tmp_path: Path) ->
         ScriptedEngine(addresses[1], SAME_MODEL) as other,
         linked(*addresses, cache_dir=tmp_path, dispatch=dispatch) as gateway,
     ):
+        await until(lambda: len(list(gateway.router._offers())) == 2)  # else the other may be first
         generation, _ = await started(gateway, one, [0])
         await one.die()
         with pytest.raises(Unavailable, match=r"none that can go on came in 0\.3 s"):

@@ -110,10 +110,10 @@ def linear_kernel(
             acc_up = add_product(x, w_ptrs + GATE_TO_UP, k_inside, acc_up, EVEN_K, SWAP)
         x_ptrs += BK
         w_ptrs += BK
-    if HAS_BIAS:
-        acc += bias_block(bias_ptr + n, n_inside, SWAP)
+    if HAS_BIAS:  # no plain sum: where K is one step, the compiler would begin the chain with the bias
+        acc = tl.fma(acc, 1.0, bias_block(bias_ptr + n, n_inside, SWAP))
         if GATED:
-            acc_up += bias_block(bias_ptr + NUM_OUT + n, n_inside, SWAP)
+            acc_up = tl.fma(acc_up, 1.0, bias_block(bias_ptr + NUM_OUT + n, n_inside, SWAP))
     T: tl.constexpr = y_ptr.dtype.element_ty
     y = active_times(acc, acc_up, GELU, T) if GATED else acc.to(T)
     if SWAP:

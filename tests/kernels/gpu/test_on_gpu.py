@@ -21,10 +21,21 @@ CLOSE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 DTYPES = list(CLOSE)
 ROW_COUNTS = (1, 2, 3, 7, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 255, 256, 511, 1000)
 
-#: (out, in) of the layers of Llama-3.1-8B, Qwen3-0.6B and SmolLM2, and an odd one.
-SHAPES = ((6144, 4096), (4096, 4096), (4096, 14336), (4096, 1024), (1024, 2048), (1024, 3072), (576, 576), (1000, 1544))
+#: (out, in) of the layers of Llama-3.1-8B, Qwen3-0.6B and SmolLM2, an odd one, and one whose K is one step of few rows'
+#: tiles, two of many rows'.
+SHAPES = (
+    (6144, 4096),
+    (4096, 4096),
+    (4096, 14336),
+    (4096, 1024),
+    (1024, 2048),
+    (1024, 3072),
+    (576, 576),
+    (1000, 1544),
+    (200, 112),
+)
 #: Those whose products are also tried with a bias and with float32 results, each a kernel of its own.
-FEW_SHAPES = ((4096, 4096), (1024, 2048), (1000, 1544))
+FEW_SHAPES = ((4096, 4096), (1024, 2048), (1000, 1544), (200, 112))
 
 #: A chunk, and single tokens whose contexts end on both sides of tiles, splits and blocks.
 STARTS, COUNTS = (0, 5, 700, 255, 0, 90, 511), (1, 1, 1, 1, 70, 33, 2)
@@ -108,7 +119,7 @@ def test_embeddings(cuda: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "shape"),
-    [*((BF16, shape) for shape in SHAPES), (F16, SHAPES[-1]), (F32, SHAPES[-2]), (F32, SHAPES[-1])],
+    [*((BF16, shape) for shape in SHAPES), *((dtype, shape) for dtype in (F16, F32) for shape in SHAPES[-2:])],
     ids=str,
 )
 def test_invariance_of_products(cuda: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
@@ -135,6 +146,7 @@ def test_invariance_of_products(cuda: torch.device, dtype: torch.dtype, shape: t
         *((BF16, shape, kernels.Activation.SILU) for shape in GATED_SHAPES),
         (BF16, GATED_SHAPES[-1], kernels.Activation.GELU_TANH),
         (F32, GATED_SHAPES[-1], kernels.Activation.SILU),
+        (F16, (224, 112), kernels.Activation.SILU),
     ],
     ids=str,
 )
@@ -146,11 +158,12 @@ def test_invariance_of_gated_products(
     operator = kernels.silu_and_mul if kind is kernels.Activation.SILU else kernels.gelu_and_mul
     weight, x = (torch.randn(rows, num_in, device=cuda).to(dtype) for rows in (num_out, 1000))
     packed = kernels.pack_linear(weight * 0.05)
-    whole = operator(kernels.linear(x, packed))
+    bias = torch.randn(num_out, device=cuda) if num_in == 112 else None
+    whole = operator(kernels.linear(x, packed, bias))
     wrong = [
         rows
         for rows in ROW_COUNTS
-        if not torch.equal(kernels.gated_linear(x[-rows:], packed, None, kind), whole[-rows:])
+        if not torch.equal(kernels.gated_linear(x[-rows:], packed, bias, kind), whole[-rows:])
     ]
     assert wrong == []
 

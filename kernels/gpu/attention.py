@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels._triton import triton
 from kernels.gpu.decode import attend_rows
-from kernels.gpu.mode import in_force
 from kernels.gpu.prefill import attend_tiles
 from kernels.gpu.rope import rope_write_
 from kernels.gpu.short import attend_short
@@ -18,9 +16,6 @@ from kernels.gpu.short import attend_short
 if TYPE_CHECKING:
     from kernels.attention import AttentionBatch, HeadNorms, TileSchedule
     from kernels.kv_cache import KVScales
-
-#: From so many single tokens on, long splits are the faster ones where bits may depend on their number.
-_SEVERAL_ROWS = 8
 
 
 def rotate_and_attend(
@@ -59,31 +54,21 @@ def rotate_and_attend(
         norms=norms,
         scales=scales,
     )
-    row_split, max_splits = _row_splits(schedule, split)
     attend_rows(
         *(qkv, table, k_cache, v_cache, *where, schedule.arrivals, out),
         num_rows=schedule.num_single,
-        max_splits=max_splits,
+        max_splits=schedule.max_splits,
         scale=scale,
         cap=cap,
         norms=norms,
         scales=scales,
         window=window,
         tile=tile,
-        split=row_split,
-    )
-    q = qkv[:, : num_heads * head_dim].view(num_rows, num_heads, head_dim)
-    attend_short(
-        *(q, k_cache, v_cache, *where, schedule.items, schedule.arrivals, out),
-        scale=scale,
-        cap=cap,
-        value_scale=scales.value,
-        window=window,
-        tile=tile,
         split=split,
     )
-    attend_tiles(
-        *(q, k_cache, v_cache, *where, schedule.tiles, out),
+    q = qkv[:, : num_heads * head_dim].view(num_rows, num_heads, head_dim)
+    _attend_chunks(
+        *(q, k_cache, v_cache, batch, schedule, out),
         scale=scale,
         cap=cap,
         value_scale=scales.value,
@@ -102,12 +87,40 @@ def _check_layout(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, num_heads: int)
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
 
 
-def _row_splits(schedule: TileSchedule, split: int) -> tuple[int, int]:
-    """Positions in a split of a single token's context, and how many of them there are at most."""
-    chosen = in_force().rows_split
-    if chosen is None or schedule.num_single < _SEVERAL_ROWS:
-        return split, schedule.max_splits
-    return chosen, triton.cdiv(schedule.max_splits * split, chosen)
+def _attend_chunks(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    schedule: TileSchedule,
+    out: Tensor,
+    *,
+    scale: float,
+    cap: float,
+    value_scale: float,
+    window: int,
+    tile: int,
+    split: int,
+) -> None:
+    where = (batch.block_tables, batch.seq_index, batch.positions)
+    attend_short(
+        *(q, k_cache, v_cache, *where, schedule.items, schedule.arrivals, out),
+        scale=scale,
+        cap=cap,
+        value_scale=value_scale,
+        window=window,
+        tile=tile,
+        split=split,
+    )
+    attend_tiles(
+        *(q, k_cache, v_cache, *where, schedule.tiles, out),
+        scale=scale,
+        cap=cap,
+        value_scale=value_scale,
+        window=window,
+        tile=tile,
+        split=split,
+    )
 
 
 def _exponents(scale: float, soft_cap: float) -> tuple[float, float]:

@@ -12,21 +12,20 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Mode:
     """`splits_products`: the library may cut K in parts, by the number of rows. `sums_single_rows`: products of one
-    row are plain sums (`kernels.gpu.vector`). `rows_split`, `chunk_split`: positions in a split of the context of
-    several single tokens, and of a chunk's query; None is the contract's.
+    row are plain sums (`kernels.gpu.vector`). `chunk_split`: positions in a split of the context of a chunk's query,
+    None being the contract's.
     """
 
     splits_products: bool
     sums_single_rows: bool
-    rows_split: int | None
     chunk_split: int | None
 
 
-REPRODUCIBLE = Mode(splits_products=False, sums_single_rows=False, rows_split=None, chunk_split=None)
+REPRODUCIBLE = Mode(splits_products=False, sums_single_rows=False, chunk_split=None)
 
 #: The fastest known set on an H200; `kernels/NOTES.md` has what each part brings. No context is longer than the
 #: split of a chunk, whose kernel then has nothing to merge.
-FASTEST = Mode(splits_products=True, sums_single_rows=True, rows_split=512, chunk_split=2**20)
+FASTEST = Mode(splits_products=True, sums_single_rows=True, chunk_split=2**20)
 
 _chosen = REPRODUCIBLE
 

@@ -22,7 +22,6 @@ from kernels.experts import mix_experts_reference
 from kernels.gate import Activation
 from kernels.gpu import (
     activation,
-    attention,
     decode,
     embedding,
     experts,
@@ -270,8 +269,7 @@ def test_attention_of_short_chunks(spare: int, window: int, soft_cap: float) -> 
 
 
 @pytest.mark.parametrize("window", [0, 100])
-def test_attention_in_other_splits(window: int, fastest: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_SEVERAL_ROWS", 1)
+def test_attention_of_chunks_in_one_split(window: int, fastest: None) -> None:
     dtype = torch.float32
     case = AttentionCase.draw(3, 1, 64, dtype=dtype, block_size=32, starts=(0, 900, 570), counts=(1, 1, 20))
     wanted = rotate_and_attend(

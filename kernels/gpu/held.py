@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 #: Rows of x, padded to which they are the narrow operand of an instruction.
 MOST_ROWS = 8
 
-#: Lengths of K that are one dot of tiles that fit.
-_LENGTHS = (1024, 2048)
+#: K of a dot, and the lengths of K that a program can hold: of several rows of x, and of one, which takes less.
+_DEPTH = 1024
+_LENGTHS, _LENGTHS_OF_ONE = (1024, 2048), (1024, 2048, 3072)
 
-#: Bytes of weight and x that a program holds, so that two kernels' programs fit beside each other.
-_HELD = 96 * 1024
+#: Bytes of weight and x that a program holds at most, so that two kernels' programs fit beside each other.
+_HELD = 100 * 1024
 
 #: More programs than this do not all run at once.
 _MOST_PROGRAMS = 264
@@ -60,6 +61,8 @@ def held_kernel(
     NUM_IN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    BK: tl.constexpr,
+    ALONE: tl.constexpr,
     NORMED: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
@@ -68,16 +71,20 @@ def held_kernel(
     PDL: tl.constexpr,
 ):
     """As `kernels.gpu.matmul.linear_kernel`, with the weight as the left operand. GATED: gate and up are halves of one
-    operand, so that their chains run side by side."""
+    operand, so that their chains run side by side. ALONE: x is one row, which stands for all of the instruction's, so
+    that little is to be read after the wait; NORMED: which is normed, and BK is NUM_IN."""
     begin(PDL)
     PARTS: tl.constexpr = 2 if GATED else 1
     m = tl.arange(0, BM)
-    k = tl.arange(0, NUM_IN)
+    k = tl.arange(0, BK)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     held = tl.arange(0, PARTS * BN)
     column = tl.program_id(0) * BN + held % BN
     w_row = tl.where(column < NUM_OUT, column, 0) + held // BN * NUM_OUT
-    w = tl.load(weight_ptr + w_row.to(tl.int64)[:, None] * NUM_IN + k[None, :])
+    w_ptrs = weight_ptr + w_row.to(tl.int64)[:, None] * NUM_IN + k[None, :]
+    ws = ()
+    for i in tl.static_range(NUM_IN // BK):
+        ws = ws + (tl.load(w_ptrs + i * BK),)  # noqa: RUF005 (Triton knows no starred expressions)
     cells = m.to(tl.int64)[None, :] * NUM_OUT + n[:, None]
     inside = (m < num_rows)[None, :] & (n < NUM_OUT)[:, None]
     if HAS_BIAS:
@@ -85,14 +92,23 @@ def held_kernel(
     if NORMED:
         norm = tl.load(norm_ptr + k)
     wait(PDL)
-    if NORMED:
-        x = tl.broadcast_to(norm_of_row(x_ptr, norm, eps, NUM_IN)[None, :], (BM, NUM_IN))
-    else:
-        x = tl.load(x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :], mask=(m < num_rows)[:, None], other=0.0)
+    xs = ()
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    for i in tl.static_range(NUM_IN // BK):
+        if NORMED:
+            x = norm_of_row(x_ptr, norm, eps, NUM_IN)
+        elif ALONE:
+            x = tl.load(x_ptr + i * BK + k)
+        else:
+            x = tl.load(x_ptrs + i * BK, mask=(m < num_rows)[:, None], other=0.0)
+        xs = xs + (x,)  # noqa: RUF005
     if ADD:  # under way before the product, not after it
         residual = tl.load(residual_ptr + cells, mask=inside, other=0.0)
     T: tl.constexpr = y_ptr.dtype.element_ty
-    acc = tl.dot(w, tl.trans(x))
+    acc = tl.zeros((PARTS * BN, BM), tl.float32)
+    for i in tl.static_range(NUM_IN // BK):
+        x = tl.broadcast_to(xs[i][None, :], (BM, BK)) if ALONE else xs[i]
+        acc = tl.dot(ws[i], tl.trans(x), acc)
     if HAS_BIAS:  # no plain sum, or the compiler would begin the chain with the bias
         acc = tl.fma(acc, 1.0, bias[:, None])
     if GATED:
@@ -105,13 +121,14 @@ def held_kernel(
     tl.store(y_ptr + cells, y, mask=inside)
 
 
-def columns_of(x: Tensor, num_out: int, *, gated: bool) -> int | None:
+def columns_of(x: Tensor, num_out: int, *, gated: bool, normed: bool = False) -> int | None:
     """Columns of a program for x [M, K] and `num_out` columns (of a gated product, its result's), or None where
     tiles are faster or do not fit."""
     num_rows, num_in = x.shape
-    if num_rows > MOST_ROWS or num_in not in _LENGTHS or x.dtype == torch.float32:
+    lengths = _LENGTHS_OF_ONE if num_rows == 1 and not normed else _LENGTHS
+    if num_rows > MOST_ROWS or num_in not in lengths or x.dtype == torch.float32:
         return None
-    columns = 32768 // num_in // (2 if gated else 1)
+    columns = (32 if num_in == 1024 else 16) // (2 if gated else 1)
     if triton.cdiv(num_out, columns) > _MOST_PROGRAMS or limits(x.device).shared_memory < 2 * _HELD:
         return None
     return columns
@@ -143,6 +160,8 @@ def multiply(
         NUM_IN=num_in,
         BM=MOST_ROWS,
         BN=columns,
+        BK=_DEPTH if norm is None else num_in,
+        ALONE=num_rows == 1,
         NORMED=norm is not None,
         GATED=gate is not None,
         GELU=gate is Activation.GELU_TANH,

@@ -66,7 +66,7 @@ def normed_gated_linear(
 
 
 def _columns_after_norm(x: Tensor, num_out: int, *, gated: bool) -> int | None:
-    return held.columns_of(x, num_out, gated=gated) if len(x) == 1 else None
+    return held.columns_of(x, num_out, gated=gated, normed=True) if len(x) == 1 else None
 
 
 def _by_sums(x: Tensor, num_out: int) -> bool:

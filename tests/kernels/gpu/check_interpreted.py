@@ -140,7 +140,7 @@ def test_products(dtype: torch.dtype, rows: int) -> None:
                 assert error(matmul.gated_linear(x, weight, bias, kind), gated) < CLOSE[dtype]
 
 
-@pytest.mark.parametrize(("num_in", "rows"), [(1024, 1), (1024, 5), (2048, 8)])
+@pytest.mark.parametrize(("num_in", "rows"), [(1024, 1), (1024, 5), (2048, 8), (3072, 1)])
 def test_products_of_few_rows_by_small_weights(num_in: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "choose_tile", None)  # no product is left to the tiles
     x, weight, bias = torch.randn(rows, num_in).half(), (torch.randn(40, num_in) / 32).half(), torch.randn(40)

@@ -320,14 +320,17 @@ def _prompt(prompt: object, at: str) -> object:
         text = prompt.get("prompt")
         if isinstance(ids := prompt.get("prompt_token_ids"), Iterable):
             with contextlib.suppress(TypeError):
-                return _column(ids if isinstance(ids, list) else list(ids))
+                return _column(ids)
     if isinstance(text, str):
         return text
     raise TypeError(f"{at} must be a string, {{'prompt': text}} or {{'prompt_token_ids': [...]}}, got {shown(prompt)}.")
 
 
-def _column(ids: list[Any]) -> object:
-    """Token ids as one column, numpy's integers too; as they are where the checks of a body will refuse them."""
+def _column(ids: Iterable[Any]) -> object:
+    """Token ids as one column; as they are where the checks of a body will refuse them. Raises TypeError."""
+    if not isinstance(ids, list):
+        # Arrays and tensors make a list at once; gone through, each item is an object of theirs.
+        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
     try:
         return array(U32, ids) or ids
     except OverflowError:

@@ -199,7 +199,15 @@ def test_unknown_arguments_of_methods(llm: LLM) -> None:
         llm.generate("a", sampling_param=SamplingParams())  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"prompts\[1\] must be a string, .* got 3"):
         llm.generate(["a", 3])  # type: ignore[list-item]
-    for prompt in ({"prompt": ["a", "b"]}, {"prompt_token_ids": ["a"]}, {"prompt_token_ids": 5}, {"text": "a"}, {}):
+    table: dict[str, Any] = {"prompt_token_ids": np.ones((2, 2), np.int64)}
+    for prompt in (
+        {"prompt": ["a", "b"]},
+        {"prompt_token_ids": ["a"]},
+        {"prompt_token_ids": 5},
+        table,
+        {"text": "a"},
+        {},
+    ):
         with pytest.raises(TypeError, match=r"prompts\[0\] must be a string, "):
             llm.generate(prompt)
 

@@ -62,7 +62,8 @@ class EngineCore:
         plan = self.scheduler.schedule(now) if len(self._in_flight) < self._runner.max_in_flight else None
         if plan is not None:
             self._in_flight.append((plan, now))
-            self._publish(now)
+            if len(self._in_flight) == 1:
+                self._publish(now)  # the device has work; a step behind another changes nothing of that
             self._runner.launch(plan)
         # What a commit frees may let others enter, so a turn that collects is never the last.
         busy = bool(self._in_flight)

@@ -122,11 +122,11 @@ class GpuInputs:
             tiles, items = _NO_TILES, self._items(chunks, layout.num_items)
         columns = self._staging.host(layout)
         columns.ids[:num_tokens] = _token_ids(entries)
-        columns.positions[:num_tokens] = np.arange(num_tokens) + np.repeat(starts - (ends - counts), counts)
+        columns.positions[:num_tokens] = np.arange(num_tokens) + np.repeat(starts - chunks.begins, counts)
         columns.seq_index[:num_tokens] = np.repeat(slots, counts)
         columns.tiles[: tiles.size] = tiles.ravel()
         columns.items[: items.size] = items.ravel()
-        rows, places = slots[sampled], (starts + counts)[sampled]
+        rows, places = slots[sampled], chunks.ends[sampled]
         columns.index[:num_sampled] = ends[sampled] - 1
         columns.places[:num_sampled] = places
         columns.slots[:num_sampled] = rows
@@ -134,7 +134,7 @@ class GpuInputs:
         if in_graph:
             _pad(columns, num_tokens, num_sampled, items.size)
         self._staging.send(layout)
-        longest = 1 if in_graph else int((starts + counts)[:num_single].max(initial=1))  # a graph's is fixed
+        longest = 1 if in_graph else int(chunks.ends[:num_single].max(initial=1))  # a graph's is fixed
         return Prepared(layout, in_graph, num_single, longest, rows, places)
 
     def batch(self, prepared: Prepared) -> tuple[ForwardBatch, Columns[Tensor]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels._triton import tl, triton
-from kernels.gpu.launch import begin, limits, wait
+from kernels.gpu.launch import Limits, begin, limits, wait
 from kernels.gpu.pool import slot_offset, stored
 from kernels.gpu.rope import rotated
 from kernels.gpu.splits import merge_parts, one_split, walk_splits
@@ -215,15 +215,22 @@ class Spread:
     stages: int
 
 
-def choose_spread(num_rows: int, num_kv_heads: int, max_splits: int, *, num_sms: int, split_fits: bool) -> Spread:
-    """Free to choose: all give the same bits. Warps and stages were tuned inside whole steps on an H200. `split_fits`:
-    shared memory has room for a whole split."""
-    programs = min(max_splits, max(1, _PROGRAMS_PER_SM * num_sms // (num_rows * num_kv_heads)))
+def choose_spread(num_rows: int, num_kv_heads: int, max_splits: int, *, limit: Limits, split_bytes: int) -> Spread:
+    """Free to choose: all give the same bits. Warps and stages were tuned inside whole steps on an H200. `split_bytes`
+    are those of the keys and values of a split."""
+    programs = min(max_splits, max(1, _PROGRAMS_PER_SM * limit.num_sms // (num_rows * num_kv_heads)))
     if programs == 1:
         return Spread(1, warps=2, stages=3)
     if num_rows <= 4:  # two stages a tile, whose addresses are loaded too: one row has all tiles of a split under way
-        return Spread(programs, warps=2, stages=9 if num_rows == 1 and split_fits else 5)
+        whole = num_rows == 1 and split_bytes <= limit.shared_memory - _SPARE
+        return Spread(programs, warps=2, stages=9 if whole else 5)
     return Spread(programs, warps=4, stages=3)
+
+
+def _memory_of(parts: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Largest scores and totals [2, parts], and outputs [parts, head_dim]."""
+    partial = torch.empty(2, parts, dtype=torch.float32, device=device)
+    return partial, torch.empty(parts, head_dim, dtype=torch.float32, device=device)
 
 
 def attend_rows(
@@ -246,29 +253,22 @@ def attend_rows(
     window: int,
     tile: int,
     split: int,
-    spread: Spread | None = None,
 ) -> None:
     """Fill the first `num_rows` rows of `out` [M, HQ, D], each the newest token of a sequence of its own.
 
-    qkv [M, (HQ + 2 * HKV) * D] is a fused projection, whose heads are normed (with `norms`), turned by `table`
-    (float32 [num_positions, rotary_dim]) and written here. `arrivals` int32 [>= num_rows * HKV] is
-    zero, and is left so. `max_splits` bounds the splits of a row. A position below 0 skips its row. `scale` is that of
-    queries and of keys as the pool has them, `scales` those of an FP8 pool.
+    qkv [M, (HQ + 2 * HKV) * D] is a fused projection, whose heads are normed (with `norms`), turned by `table` (float32
+    [num_positions, rotary_dim]) and written here. `arrivals` int32 [>= num_rows * HKV] is zero, and is left so.
+    `max_splits` bounds the splits of a row. A position below 0 skips its row. `scale` is that of queries and of keys
+    as the pool has them, `scales` those of an FP8 pool.
     """
     if num_rows == 0:
         return
-    _, num_heads, head_dim = out.shape
-    _, num_kv_heads, block_size, _ = v_cache.shape
-    group = num_heads // num_kv_heads
+    (_, num_heads, head_dim), (_, num_kv_heads, block_size, _) = out.shape, v_cache.shape
     limit = limits(qkv.device)
-    split_fits = 2 * split * head_dim * k_cache.element_size() <= limit.shared_memory - _SPARE
-    spread = spread or choose_spread(
-        *(num_rows, num_kv_heads, max_splits), num_sms=limit.num_sms, split_fits=split_fits
-    )
-    walk = spread.programs == 1
-    parts = 0 if walk else num_rows * num_kv_heads * max_splits * group
-    partial = torch.empty(2, parts, dtype=torch.float32, device=qkv.device)  # largest scores, totals
-    outs = torch.empty(parts, head_dim, dtype=torch.float32, device=qkv.device)
+    split_bytes = 2 * split * head_dim * k_cache.element_size()
+    spread = choose_spread(num_rows, num_kv_heads, max_splits, limit=limit, split_bytes=split_bytes)
+    parts = 0 if spread.programs == 1 else num_rows * num_heads * max_splits
+    partial, outs = _memory_of(parts, head_dim, qkv.device)
     decode_kernel[(num_kv_heads, num_rows, spread.programs)](
         *(qkv, table, *((qkv, qkv) if norms is None else (norms.query, norms.key))),
         *(k_cache, v_cache, block_tables, seq_index, positions),
@@ -280,10 +280,10 @@ def attend_rows(
         BLOCK_D=triton.next_power_of_2(head_dim),
         ROTARY=table.shape[1],
         BLOCK_SIZE=block_size,
-        ROWS=max(16, triton.next_power_of_2(group + 1)),
+        ROWS=max(16, triton.next_power_of_2(num_heads // num_kv_heads + 1)),
         WINDOW=window,
         CAPPED=cap > 0,
-        WALK=walk,
+        WALK=spread.programs == 1,
         TILE=tile,
         SPLIT=split,
         NORMED=norms is not None,

@@ -288,7 +288,6 @@ def attend_rows(
         SPLIT=split,
         NORMED=norms is not None,
         PDL=limit.dependent,
-        enable_fp_fusion=False,
         num_warps=spread.warps,
         num_stages=1 if qkv.element_size() == 4 else spread.stages,
         **limit.options,

@@ -169,7 +169,6 @@ def multiply(
         ADD=residual is not None,
         PDL=limit.dependent,
         num_warps=4,
-        enable_fp_fusion=False,
         **limit.options,
     )
     return y

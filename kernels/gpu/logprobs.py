@@ -85,7 +85,6 @@ def logprobs_ahead(logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor,
             BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)),
             PDL=limit.dependent,
             num_warps=16,
-            enable_fp_fusion=False,
             **limit.options,
         )
     return own, rank, top_ids, top

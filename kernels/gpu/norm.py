@@ -69,7 +69,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
         ADD=residual is not None,
         PDL=limit.dependent,
         num_warps=4,
-        enable_fp_fusion=False,
         **limit.options,
     )
     return y, total

@@ -160,6 +160,5 @@ def rope_write_(
         NORMED=norms is not None,
         PDL=limit.dependent,
         num_warps=4,
-        enable_fp_fusion=False,
         **limit.options,
     )

@@ -116,7 +116,6 @@ def sample_ahead(
         BLOCK=min(_THRESHOLD_BLOCK, triton.next_power_of_2(vocab_size)),
         PDL=limit.dependent,
         num_warps=16,
-        enable_fp_fusion=False,
         **limit.options,
     )
     pick_kernel[(num_rows, num_parts)](
@@ -126,7 +125,6 @@ def sample_ahead(
         BLOCK=min(_PICK_BLOCK, triton.next_power_of_2(vocab_size)),
         PDL=limit.dependent,
         num_warps=8,
-        enable_fp_fusion=False,
         **limit.options,
     )
     choose_kernel[(num_rows,)](

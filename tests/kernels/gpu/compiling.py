@@ -83,6 +83,7 @@ def compiling(capability: int, monkeypatch: pytest.MonkeyPatch, *, warpgroups: b
             "rope",
             "routing",
             "sampling",
+            "short",
             "vector",
         ):
             patch.setattr(f"kernels.gpu.{module}.limits", lambda device: limits)

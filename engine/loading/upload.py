@@ -82,7 +82,7 @@ class _Buffer:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        self._copied = torch.cuda.Event() if on_gpu else None
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self.view: memoryview = self._memory.numpy().data
 
     def wait(self) -> None:

@@ -66,7 +66,8 @@ def test_prompt_logprobs_equal_transformers(
     """In whole prompts and in chunks of up to 64."""
     sampling = SamplingParams(max_tokens=0, prompt_logprobs=5)
     scored = [dataclasses.replace(message, sampling=sampling, prompt_logprobs_from=0) for message in SUBMITS]
-    found = loop(tiny_models, kernel_cache, max_model_len=400, max_num_batched_tokens=tokens).run(scored)
+    sizes = {"max_model_len": 400, "max_num_batched_tokens": tokens, "max_num_seqs": 16}
+    found = loop(tiny_models, kernel_cache, **sizes).run(scored)
     for number, expected in enumerate(golden["llama_bias"]["prompt_logprobs"]):
         rows = found[number].prompt_logprobs
         assert [row[0] for row in rows] == pytest.approx(expected, abs=1e-4)

@@ -146,8 +146,9 @@ def draw(report: Report, path: Path) -> Path:
         points = list(_points(report, shape_name))
         if points:
             axes.scatter([x for _, x, _ in points], [y for _, _, y in points], label=shape_name, s=18)
-            for name, *place in points:
-                axes.annotate(name, place, textcoords="offset points", xytext=(4, -8), fontsize=7)
+            for number, (name, *place) in enumerate(points):  # to the left of a point, neighbours on two lines
+                offset = (-4, 4 if number % 2 else -9)
+                axes.annotate(name, place, textcoords="offset points", xytext=offset, ha="right", fontsize=7)
     axes.set(xscale="log", yscale="log", xlabel="operations a byte of weights and KV", ylabel="TFLOP/s")
     if axes.collections:
         axes.legend()

@@ -54,6 +54,9 @@ _Request = TypeVar("_Request", CompletionRequest, ChatRequest)
 #: What vLLM generates when nothing is said, by chat too.
 _MAX_TOKENS = 16
 
+#: No bound of its own on the prompt tokens of a step: it is for streams, and nobody reads tokens as they come here.
+_ALL_TOKENS = 2**31
+
 
 #: What to do about an option of vLLM's that there is no support for.
 _REMEDIES = {
@@ -148,6 +151,7 @@ class LLM:
             config=config,
             log_level=log_level,
             drain_timeout=0,  # whoever closes it waits for nothing
+            max_num_prefill_tokens=_ALL_TOKENS,
         )
         self._seed, self._numbers = seed, count()
         folder, progress = Path(cache_dir or default_cache_dir()), ProgressBar(wanted=use_tqdm_on_load)

@@ -24,9 +24,6 @@ ROOT = Path(__file__).parents[2]
 INSTALL_TIMEOUT_S = 3600.0
 QUANTIZE_TIMEOUT_S = 5400.0
 
-#: Texts to calibrate with: enough for one of AutoAWQ's blocks of 512 tokens, few enough for minutes.
-NUM_TEXTS = 24
-
 #: One thread: several spin for minutes beside other work.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -69,16 +66,16 @@ def environment(page: Page) -> Callable[[str], Path]:
 @pytest.fixture
 def quantize(
     page: Page, environment: Callable[[str], Path], tmp_path: Path, demo_model: Path
-) -> Callable[[str, str], Path]:
-    """`quantize(tool, target)` runs the page's command that writes the folder `target`, and returns that folder."""
+) -> Callable[[str, str, int], Path]:
+    """`quantize(tool, target, num_texts)` runs the page's command that writes the folder `target`: that folder."""
 
-    def run(tool: str, target: str) -> Path:
+    def run(tool: str, target: str, num_texts: int) -> Path:
         (tmp_path / f"venv-{tool}").symlink_to(environment(tool))
         (tmp_path / demo_model.name).symlink_to(demo_model)
         write_llama(tmp_path / LLAMA, demo_model)
         name = f"quantize_{tool}.py"
         (tmp_path / name).write_text(page.scripts[name])
-        (tmp_path / "calibration.txt").write_text("".join(f"{text}\n" for text in calibration_texts()))
+        (tmp_path / "calibration.txt").write_text("".join(f"{text}\n" for text in calibration_texts(num_texts)))
         done = _run(page.quantizing(tool)[target], tmp_path, ENVIRONMENT, QUANTIZE_TIMEOUT_S)
         assert done.returncode == 0, done.stdout[-4000:]
         return tmp_path / target
@@ -108,11 +105,11 @@ def write_llama(folder: Path, demo_model: Path) -> None:
     save_file({name: tensor.half() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
 
 
-def calibration_texts() -> list[str]:
+def calibration_texts(count: int) -> list[str]:
     """Sentences of this project's own pages."""
     text = " ".join((ROOT / name).read_text("utf-8") for name in ("DESIGN.md", "docs/models.md"))
     sentences = [" ".join(sentence.split()) for sentence in text.split(". ")]
-    return [f"{sentence}." for sentence in sentences if 60 < len(sentence) < 600][:NUM_TEXTS]
+    return [f"{sentence}." for sentence in sentences if 60 < len(sentence) < 600][:count]
 
 
 def _run(command: str, cwd: Path, environ: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:

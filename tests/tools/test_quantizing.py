@@ -23,10 +23,15 @@ ANSWER = "The capital of France is Paris."
 START_TIMEOUT_S = 240.0
 
 
+#: Texts to calibrate with: enough for one of AutoAWQ's blocks of 512 tokens, few enough for minutes. LLM Compressor's AWQ
+#: runs a layer some hundred times for each text: hours for all of them on a busy core.
+TEXTS, FEW_TEXTS = 24, 4
+
+
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A folder of the page: the tool that writes it, the format's name in the log, how `check` describes it, and
-    what the answer in greedy decoding begins with.
+    """A folder of the page: the tool that writes it, the format's name in the log, how `check` describes it,
+    what the answer in greedy decoding begins with, and the texts to calibrate with.
     """
 
     tool: str
@@ -34,6 +39,7 @@ class Made:
     format: str
     described: str
     answer: str = ANSWER
+    num_texts: int = TEXTS
 
     def __str__(self) -> str:
         return self.target
@@ -47,7 +53,7 @@ MADE = [
     Made("llmcompressor", "smollm2-fp8", "compressed-tensors", "8 bit, a scale a row"),
     Made("llmcompressor", "smollm2-fp8-block", "compressed-tensors", "8 bit, blocks of 128×128"),
     Made("llmcompressor", "smollm2-gptq-w4a16", "compressed-tensors", "4 bit, groups of 64", ANSWER[:-1]),
-    Made("llmcompressor", "smollm2-awq-w4a16", "compressed-tensors", "4 bit, groups of 64", ANSWER[:-1]),
+    Made("llmcompressor", "smollm2-awq-w4a16", "compressed-tensors", "4 bit, groups of 64", ANSWER[:-1], FEW_TEXTS),
     Made("llmcompressor", "smollm2-w8a8-kv", "compressed-tensors", "8 bit, a scale a row"),
     Made("gptqmodel", "smollm2-gptq", "GPTQ", "4 bit, groups of 64, act-order"),
     Made("gptqmodel", "smollm2-gptq-8", "GPTQ", "8 bit, a scale a row"),
@@ -60,9 +66,13 @@ MADE = [
 @pytest.mark.timeout(9000)
 @pytest.mark.parametrize("made", MADE, ids=str)
 def test_is_served(
-    made: Made, quantize: Callable[[str, str], Path], start_serve: Callable[..., Server], page: Page, tmp_path: Path
+    made: Made,
+    quantize: Callable[[str, str, int], Path],
+    start_serve: Callable[..., Server],
+    page: Page,
+    tmp_path: Path,
 ) -> None:
-    folder = quantize(made.tool, made.target)
+    folder = quantize(made.tool, made.target, made.num_texts)
     check = Process(["check", str(folder), *page.flags("check", made.target)], tmp_path / "check.log")
     assert check.wait(START_TIMEOUT_S) == 0, check.output()
     assert made.described in " ".join(check.output().split())

@@ -23,8 +23,8 @@ ANSWER = "The capital of France is Paris."
 START_TIMEOUT_S = 240.0
 
 
-#: Texts to calibrate with: enough for one of AutoAWQ's blocks of 512 tokens, few enough for minutes. LLM Compressor's AWQ
-#: runs a layer some hundred times for each text: hours for all of them on a busy core.
+#: Texts to calibrate with: enough for one of AutoAWQ's blocks of 512 tokens, few enough for minutes. For AWQ by LLM
+#: Compressor, which runs a layer some hundred times for each text, that would be hours on a busy core.
 TEXTS, FEW_TEXTS = 24, 4
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kernels.experts import empty_experts as empty_experts
     from kernels.experts import mix_experts as mix_experts
     from kernels.gate import Activation as Activation
+    from kernels.gpu.attention import attention_scratch_bytes as attention_scratch_bytes
     from kernels.gpu.compiling import compile_ahead as compile_ahead
     from kernels.gpu.embedding import embed_ahead as embed_ahead
     from kernels.gpu.logprobs import logprobs_ahead as logprobs_ahead
@@ -69,7 +70,7 @@ if TYPE_CHECKING:
     from kernels.sampling import gumbel_noise as gumbel_noise
     from kernels.sampling import logprobs as logprobs
     from kernels.sampling import sample as sample
-    from kernels.sharing import ShortTiles as ShortTiles
+    from kernels.short_chunks import ShortTiles as ShortTiles
 
 #: Public name to the module that defines it. No name equals a module's: importing a submodule
 #: would bind the module over the operator.
@@ -86,11 +87,12 @@ _HOMES = {
     "PackedLinear": "matmul",
     "Program": "program",
     "RowNorm": "norm",
-    "ShortTiles": "sharing",
+    "ShortTiles": "short_chunks",
     "TileSchedule": "attention",
     "TokenLogprobs": "sampling",
     "UNSCALED": "kv_cache",
     "add_linear": "matmul",
+    "attention_scratch_bytes": "gpu.attention",
     "compile_ahead": "gpu.compiling",
     "embed_ahead": "gpu.embedding",
     "empty_experts": "experts",

@@ -232,6 +232,7 @@ class _Build:
                 spec,
                 device=self.device,
                 max_num_seqs=config.max_num_seqs,
+                context_length=self.context_length,
                 utilization=config.gpu_memory_utilization,
             )
         kv = self._plan_kv(memory_bytes)

@@ -20,7 +20,7 @@ from engine.device.staging import Columns, Ints, Layout, Staging
 from engine.layers.attention import ForwardBatch
 from engine.plan import PlanEntry, StepPlan
 from kernels.attention import SPLIT
-from kernels.sharing import ITEM_COLUMNS
+from kernels.short_chunks import ITEM_COLUMNS
 
 #: Chunks of at most so many tiles of short ones are such.
 _SHORT_TILES = 2
@@ -198,7 +198,7 @@ class GpuInputs:
             self._tables.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
 
 
-def _pad(columns: Columns[Ints], num_tokens: int, num_sampled: int, num_items: int) -> None:
+def _pad(columns: Columns[Ints], num_tokens: int, num_sampled: int, items_end: int) -> None:
     """What the rows of a graph that a step does not need hold: tokens, slots and items that nothing is done for."""
     columns.ids[num_tokens:] = 0
     columns.positions[num_tokens:] = -1
@@ -206,7 +206,7 @@ def _pad(columns: Columns[Ints], num_tokens: int, num_sampled: int, num_items: i
     columns.index[num_sampled:] = 0
     columns.slots[num_sampled:] = -1
     columns.temperature[num_sampled:] = 0
-    columns.items[num_items:] = 0
+    columns.items[items_end:] = 0
 
 
 def _token_ids(entries: tuple[PlanEntry, ...]) -> Ints:

@@ -53,6 +53,7 @@ def kv_memory_bytes(
     *,
     device: torch.device,
     max_num_seqs: int,
+    context_length: int,
     utilization: float,
 ) -> int:
     """Bytes for the pool within `utilization` of the device's memory. Raises ModelError when nothing is left."""
@@ -61,6 +62,10 @@ def kv_memory_bytes(
     peak, max_num_tokens = step.peak_bytes, step.num_tokens
     # Every graph keeps its logits, in float32. Those of chunks are few, and in the reserve.
     graphs = sum(layout.num_sampled for layout in decode_layouts(max_num_seqs)) * spec.vocab_size * 4
+    # Graphs have attention's memory, and steps without one have it again.
+    graphs += 2 * kernels.attention_scratch_bytes(
+        spec.num_heads, spec.num_kv_heads, spec.head_dim, max_num_seqs, context_length, device
+    )
     other = total - torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved(device)
     left = int(total * utilization) - peak - graphs - other - _RESERVE
     if left <= 0:

@@ -67,8 +67,8 @@ def capture(
     graphs: dict[Layout, StepGraph] = {}
     pool = torch.cuda.graph_pool_handle()
     gc.collect()
+    stream = torch.cuda.Stream()  # one: the library keeps memory for each that it is called on
     for layout in reversed(layouts):
-        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             sample(layout, forward(layout))  # warms up the libraries

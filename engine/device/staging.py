@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.sharing import ITEM_COLUMNS
+from kernels.short_chunks import ITEM_COLUMNS
 
 #: Columns begin at multiples of this many elements: kernels are compiled for pointers aligned to 16 bytes.
 _ALIGNMENT = 4

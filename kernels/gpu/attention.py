@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.gpu.decode import attend_rows
+from kernels.attention import SPLIT
+from kernels.gpu.decode import attend_rows, scratch_bytes
+from kernels.gpu.launch import limits
 from kernels.gpu.prefill import attend_tiles
 from kernels.gpu.rope import rope_write_
 from kernels.gpu.short import attend_short
+from kernels.short_chunks import PARTS_BYTES
 
 if TYPE_CHECKING:
     from kernels.attention import AttentionBatch, HeadNorms, TileSchedule
@@ -77,6 +80,14 @@ def rotate_and_attend(
         split=split,
     )
     return out
+
+
+def attention_scratch_bytes(
+    num_heads: int, num_kv_heads: int, head_dim: int, max_num_seqs: int, context_length: int, device: torch.device
+) -> int:
+    """The most that an attention takes for what programs leave to each other."""
+    sizes = (num_heads, num_kv_heads, head_dim, max_num_seqs, context_length)
+    return scratch_bytes(*sizes, SPLIT, limits(device)) + PARTS_BYTES
 
 
 def _check_layout(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, num_heads: int) -> None:

@@ -61,13 +61,14 @@ def load_query(
     d = tl.arange(0, BLOCK_D)
     d_inside = (d < D)[None, :]
     head = tl.where(r < GROUP, kv_head * GROUP + r, HQ + kv_head)
+    P: tl.constexpr = k_cache_ptr.dtype.element_ty
+    TREE: tl.constexpr = heads_ptr.dtype.element_ty != P or (D != 128 and D != 256)
     turned = rotated(
         *(heads_ptr + head * D, (r <= GROUP) & d_inside, d, rope_ptr, position + r * 0),
-        *(tl.where(r < GROUP, q_norm_ptr, k_norm_ptr), eps, D, ROTARY, NORMED),
+        *(tl.where(r < GROUP, q_norm_ptr, k_norm_ptr), eps, D, ROTARY, NORMED, TREE),
     )
     value = tl.load(heads_ptr + (HQ + HKV + kv_head) * D + d, mask=d < D)
     if has_newest:
-        P: tl.constexpr = k_cache_ptr.dtype.element_ty
         slot = slot_offset(table_ptr, position, kv_head, HKV, D, BLOCK_SIZE, position >= 0)
         key_ptrs = k_cache_ptr + slot + r * 0 + d[None, :]
         tl.store(key_ptrs, stored(turned, key_scale, P), mask=(r == GROUP) & d_inside)
@@ -225,6 +226,14 @@ def choose_spread(num_rows: int, num_kv_heads: int, max_splits: int, *, limit: L
         whole = num_rows == 1 and split_bytes <= limit.shared_memory - _SPARE
         return Spread(programs, warps=2, stages=9 if whole else 5)
     return Spread(programs, warps=4, stages=3)
+
+
+def scratch_bytes(
+    num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int, context_length: int, split: int, limit: Limits
+) -> int:
+    """The most that `attend_rows` takes for parts: with more rows one program walks all splits."""
+    rows = min(max_rows, _PROGRAMS_PER_SM * limit.num_sms // num_kv_heads)
+    return rows * num_heads * triton.cdiv(context_length, split) * (head_dim + 2) * 4
 
 
 def _memory_of(parts: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,24 @@ _HEADS = 8
 
 
 @triton.jit
+def summed(x, TREE: tl.constexpr):
+    """Sums [R] of the rows of x [R, BLOCK_D], neighbours first with TREE: an order that no launch can change.
+
+    Without it the lanes of a warp add up what each of them has of a row. That takes less, and all launches do the same
+    where the pool has the type of queries and a head is 128 or 256 long (16 or 32 lanes of 8, compiled and counted).
+    """
+    if not TREE:
+        return tl.sum(x, 1)
+    ROWS: tl.constexpr = x.shape[0]
+    width: tl.constexpr = x.shape[1]
+    for level in tl.static_range(1, 9):
+        if width >> level:
+            left, right = tl.split(tl.reshape(x, (ROWS, width >> level, 2)))
+            x = left + right
+    return tl.reshape(x, (ROWS,))
+
+
+@triton.jit
 def rotated(
     pointers,
     inside,
@@ -32,12 +50,12 @@ def rotated(
     D: tl.constexpr,
     ROTARY: tl.constexpr,
     NORMED: tl.constexpr,
+    TREE: tl.constexpr,
 ):
     """Heads [R, BLOCK_D] at `pointers` [R, 1] turned by `position` [R, 1], computed in float32, rounded to their type.
 
     `table_ptr` is float32 [num_positions, ROTARY]: cosines, then sines. `inside` masks [R, BLOCK_D]. NORMED: heads are
-    normed first, by the weights at `norm_ptrs` [R, 1], and rounded. A head is summed by the lanes of one warp, which
-    a block of 8 or more heads is given in any launch: so its bits do not depend on the launch.
+    normed first, by the weights at `norm_ptrs` [R, 1], and rounded; TREE is `summed`'s.
     """
     T: tl.constexpr = pointers.dtype.element_ty
     HALF: tl.constexpr = ROTARY // 2
@@ -52,7 +70,7 @@ def rotated(
     if NORMED:
         x_weight = tl.load(norm_ptrs + d[None, :], mask=inside, other=0.0)
         y_weight = tl.load(norm_ptrs + partner[None, :], mask=inside, other=0.0)
-        scale = tl.rsqrt(tl.fma(tl.sum(x * x, 1), 1.0 / D, eps))[:, None]
+        scale = tl.rsqrt(tl.fma(summed(x * x, TREE), 1.0 / D, eps))[:, None]
         x = normed(x, scale, x_weight, T).to(tl.float32)
         y = normed(y, scale, y_weight, T).to(tl.float32)
     return tl.fma(x, cosine, (y * sine) * sign).to(T)
@@ -99,11 +117,12 @@ def rope_write_kernel(
     pointers = qkv_ptr + row.to(tl.int64) * qkv_stride + head * D
     block = tl.load(block_tables_ptr + seq * max_blocks + position // BLOCK_SIZE).to(tl.int64)
     P: tl.constexpr = k_cache_ptr.dtype.element_ty
+    TREE: tl.constexpr = qkv_ptr.dtype.element_ty != P or (D != 128 and D != 256)
     is_key = inside & (head >= HQ) & (head < HQ + HKV)
     is_value = inside & (head >= HQ + HKV)
     turned = rotated(
         *(pointers, inside & (head < HQ + HKV), d, table_ptr, position + head * 0),
-        *(tl.where(head < HQ, q_norm_ptr, k_norm_ptr), eps, D, ROTARY, NORMED),
+        *(tl.where(head < HQ, q_norm_ptr, k_norm_ptr), eps, D, ROTARY, NORMED, TREE),
     )
     value = tl.load(pointers + d[None, :], mask=is_value, other=0.0)
     tl.debug_barrier()  # every element is read as a partner before it is overwritten

@@ -12,7 +12,7 @@ from kernels.gpu.launch import begin, limits, wait
 from kernels.gpu.pool import key_tile
 from kernels.gpu.prefill import packed_heads
 from kernels.gpu.softmax import add_tile, merge, nothing_seen
-from kernels.sharing import ITEM_COLUMNS, ShortTiles
+from kernels.short_chunks import ITEM_COLUMNS, ShortTiles
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The arithmetic of attention, shared by decode and prefill, which therefore give the same bits.
+"""The arithmetic of attention, shared by all of its kernels, which therefore give the same bits.
 
 A split of 256 keys is an online softmax over tiles of 64 keys; splits are merged left to right. The
 sum of the probabilities is a matrix product with ones: a plain sum's order depends on how warps

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kernels
 from kernels.gpu import attention
-from kernels.sharing import ITEM_COLUMNS
+from kernels.short_chunks import ITEM_COLUMNS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,7 +24,7 @@ from kernels.gpu import (
     sampling,
     vector,
 )
-from kernels.sharing import ITEM_COLUMNS
+from kernels.short_chunks import ITEM_COLUMNS
 from tests.kernels.gpu.compiling import Compiled, compiling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

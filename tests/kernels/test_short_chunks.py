@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.sharing import ShortTiles
+from kernels.short_chunks import ShortTiles
 
 TILES = ShortTiles(rows=64, tokens=16, groups=8, head_dim=128)
 

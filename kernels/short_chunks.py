@@ -17,7 +17,7 @@ from kernels.attention import SPLIT
 ITEM_COLUMNS = 5
 
 #: Memory for the results of splits, which the program that comes last joins.
-_PARTS_BYTES = 2**27
+PARTS_BYTES = 2**27
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ShortTiles:
     @property
     def num_parts(self) -> int:
         """Splits of one tile and group whose results find room: `rows` sums, largest scores and outputs in float32."""
-        return _PARTS_BYTES // (4 * self.rows * (self.head_dim + 2))
+        return PARTS_BYTES // (4 * self.rows * (self.head_dim + 2))
 
     def count(self, counts: npt.NDArray[np.int64]) -> int:
         """Tiles of chunks of so many tokens."""

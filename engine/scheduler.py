@@ -250,7 +250,7 @@ class Scheduler:
         request.slot = self._slots.pop()
         request.state = RequestState.RUNNING
         # Of a prompt that is cached to its end the last token alone is computed, anew: what it writes to its
-        # block, which others may be reading, is there already.
+        # block, which others may be reading, is there already (with --no-reproducible its like).
         request.num_planned = request.num_computed = min(len(hits) * size, num_to_compute - 1)
         self._waiting.remove(request)
         insort(self._running, request, key=_order)
@@ -293,13 +293,13 @@ class Scheduler:
     def _computed(self, request: Request, num_computed: int) -> None:
         """Positions up to `num_computed` are in the pool: name the blocks that became full."""
         size = self._block_size
-        before, request.num_computed = request.num_computed, num_computed
-        first, last = before // size, num_computed // size
+        first, last = request.num_computed // size, num_computed // size
+        request.num_computed = num_computed
         if last > first and self._prefix_caching:
             request.extend_hashes(size)
             for index in range(first, last):
                 self._prefix.insert(request.hashes[index + 1], request.blocks[index])
-        if before < request.num_prompt <= num_computed:
+        if num_computed >= request.num_prompt:
             self._sharing.unlead(request)
 
     def _scored(self, request: Request, scoring: Scoring, row: int, scored: Logprobs | None) -> bool:

@@ -1,8 +1,8 @@
 """Which waiting requests are held back, because others are computing what they would compute again.
 
-Siblings say that they share a prompt: they wait for the first of them. Of all others the prefix
-cache knows which blocks are coming. Nobody waits for a request that is not running, or for longer
-than that takes to compute the blocks.
+Siblings say that they share a prompt: they wait for the first of them, wherever it is. Of all others the
+prefix cache knows which blocks are coming: none of them waits for a request that is not running, or for
+longer than that takes to compute the blocks.
 """
 
 from __future__ import annotations

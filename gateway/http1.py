@@ -113,6 +113,9 @@ class Http1Protocol(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             self._request_is_whole()
             super().on_message_complete()
+            if not self.pipeline:
+                # uvicorn pauses a connection at 64 KiB of a body until it is taken, and what is paused never ends.
+                self.flow.resume_reading()
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
         """A server may ignore Upgrade (RFC 9110, 7.8), but httptools reads no body under it: once more without."""

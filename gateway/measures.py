@@ -82,8 +82,8 @@ class RequestMeasure:
         self._has_first = False
         self._delivered_at: list[float | None] = [None] * len(generation.choices)
         self._num_ended = 0
-        #: To be called with the index of a choice of which more tokens, not the first, go to the client now. For a
-        #: token there is no cheaper call.
+        #: To be called with the index of a choice of which tokens go to the client now: the first starts its clock. For
+        #: a token there is no cheaper call.
         self.delivered = partial(model.gaps.lap, self._delivered_at)
 
     def streamed(self, delta: Delta) -> None:

@@ -54,8 +54,8 @@ _Request = TypeVar("_Request", CompletionRequest, ChatRequest)
 #: What vLLM generates when nothing is said, by chat too.
 _MAX_TOKENS = 16
 
-#: No bound of its own on the prompt tokens of a step: it is for streams, and nobody reads tokens as they come here.
-_ALL_TOKENS = 2**31
+#: Whoever closes an LLM waits for nothing; and its steps have all the prompts they can, since nobody reads a stream.
+_ALWAYS = {"drain_timeout": 0, "max_num_prefill_tokens": 2**31}
 
 
 #: What to do about an option of vLLM's that there is no support for.
@@ -91,8 +91,9 @@ class LLM:
     """A model on this machine. Close it, or leave its `with` block, to end the engine process.
 
     `model` and the options are those of `sluicegate engine` by the same names; None is the engine's
-    default, and `config` a TOML file with others. `seed` is for prompts whose parameters have none:
-    their seeds follow from it and from their number, None makes them random.
+    default, and `config` a TOML file with others; `max_num_prefill_tokens`, which is for streams, has no
+    effect. `seed` is for prompts whose parameters have none: their seeds follow from it and from their
+    number, None makes them random.
     """
 
     @names_nearest
@@ -150,8 +151,7 @@ class LLM:
             cache_dir=cache_dir,
             config=config,
             log_level=log_level,
-            drain_timeout=0,  # whoever closes it waits for nothing
-            max_num_prefill_tokens=_ALL_TOKENS,
+            **_ALWAYS,
         )
         self._seed, self._numbers = seed, count()
         folder, progress = Path(cache_dir or default_cache_dir()), ProgressBar(wanted=use_tqdm_on_load)

@@ -70,12 +70,12 @@ class Reply:
         self._no_usage = b',"usage":null' if options.include_usage else b""
         #: The end of most chunks.
         self._plain_end = shape.after_text + b',"logprobs":null,"finish_reason":null}]' + self._no_usage + b"}\n\n"
-        #: Tokens are told even where they have no text.
         #: vLLM's list for a prompt, None where nobody asked.
         k = options.prompt_logprobs
         self._prompt_format = None if k is None else PromptLogprobs(tokenizer, k)
         #: Whether an event may be long: the first of a choice then has the logprobs of its prompt.
         self.echoes_logprobs = options.echoes_logprobs
+        #: Tokens are told even where they have no text.
         self._shows_ids = options.logprobs is not None or options.return_token_ids
         #: Whether more than its text differs from chunk to chunk.
         self._is_rich = self._shows_ids or options.continuous_usage

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway import templates
 from gateway.errors import Unavailable
-from gateway.router import Router
+from gateway.router import Router, stop_process
 from gateway.schemas import ChatRequest
 from gateway.templates import ChatTemplate, Message
 from gateway.tokenizer import Tokenizer
 from protocol import bundle
 from protocol.messages import Serving
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +54,29 @@ class ModelText:
 class Texts:
     """Loads bundles through the router, each once however many requests wait for it."""
 
-    def __init__(self, router: Router, on_loaded: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        on_loaded: Callable[[], None] = lambda: None,
+        *,
+        on_crash: Callable[[], None] = stop_process,
+    ) -> None:
         """`on_loaded` is called when something large has been loaded that stays."""
         self._router = router
         self._on_loaded = on_loaded
+        self._on_crash = on_crash
         self._loads: dict[str, asyncio.Task[ModelText]] = {}
         self._warming: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Load what every model needs while the engines load theirs."""
         self._warming = asyncio.create_task(self._warm(), name="import-renderer")
+        self._warming.add_done_callback(self._warmed)
+
+    def _warmed(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("task_crashed", exc_info=error, extra={"task": task.get_name()})
+            self._on_crash()
 
     async def _warm(self) -> None:
         await asyncio.to_thread(templates.renderer)

@@ -134,7 +134,8 @@ def batching_protocol(request_timeout_s: float) -> type[Http1Protocol]:
 
     class BatchingProtocol(Http1Protocol):
         _writer: BodyWriter
-        _client: Client | None = None  # of the last request
+        _client: Client | None = None  # of the request under way, or the last
+        _served: RequestResponseCycle | None = None  # the same
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             self.request_timeout_s = request_timeout_s
@@ -143,12 +144,13 @@ def batching_protocol(request_timeout_s: float) -> type[Http1Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
-            if self._client is not None:
+            if self._client is not None and self._served is not None:
+                self._served.disconnected = True  # uvicorn tells the last one that came, which may wait in a pipeline
                 self._client.left()
 
         def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
             self._writer.is_chunked = cycle.scope["http_version"] != "1.0"
-            self._client = Client(self._writer)
+            self._client, self._served = Client(self._writer), cycle
             cycle.scope["extensions"] = self._client.extensions()
             super()._start_asgi_task(cycle, app)
 

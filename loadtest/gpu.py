@@ -23,7 +23,7 @@ import orjson
 
 from loadtest.gpu_clients import Level
 from loadtest.machine import Hardware, read_code, read_hardware, read_versions
-from loadtest.servers import Pair, ServerFailed, TrialError
+from loadtest.servers import Pair, TrialError
 from loadtest.shapes import SHAPES, write_folder
 from loadtest.stats import percentile
 
@@ -150,8 +150,8 @@ def measure(
 def _failing_alone(part: str, report: Report, tell: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
-    except (TrialError, ServerFailed) as error:
-        report.failures[part] = str(error)
+    except Exception as error:  # whatever it was, others are to be measured
+        report.failures[part] = str(error) or repr(error)
         tell(f"{part} failed: {error}")
 
 

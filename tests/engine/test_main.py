@@ -84,9 +84,11 @@ def test_metrics_health_and_ready(start_engine: StartEngine, context: Context):
         peer.say(submit(1, max_tokens=5))
         peer.finish(1)
     assert get(port, "/ready") == (200, "serving\n")
-    status, text = get(port, "/metrics")
-    assert status == 200
-    assert 'sluicegate:generation_tokens_total{model_name="fake"} 5.0\n' in text
+    deadline = time.monotonic() + 5
+    while 'sluicegate:generation_tokens_total{model_name="fake"} 5.0\n' not in (shown := get(port, "/metrics"))[1]:
+        assert time.monotonic() < deadline, shown  # what was answered is counted right after
+        time.sleep(0.01)
+    assert shown[0] == 200
     assert engine.terminate() == 0
 
 

@@ -93,3 +93,18 @@ def test_without_a_prefix_cache_there_is_nothing_to_wait_for():
     driver.turn()
     assert all(h.entered for h in heard)
     driver.run()
+
+
+def test_siblings_do_not_wait_for_a_leader_that_is_cached_beyond_its_prompt():
+    """One that was moved here with what it had generated: its prompt is there when it enters."""
+    driver = Driver()
+    told = PROMPT[:64]
+    known = driver.add(submit(1, told, max_tokens=40))
+    driver.run()
+    leader = submit(2, told, max_tokens=300, generated_ids=u32(known.tokens[:33]), group=5, leader=True)
+    driver.add(leader)
+    sibling = driver.add(submit(3, told, max_tokens=2, group=5))
+    for _ in range(4):
+        driver.turn()
+    assert sibling.entered
+    driver.run()

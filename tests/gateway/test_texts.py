@@ -97,6 +97,25 @@ async def test_a_large_body_is_rendered_in_a_thread(monkeypatch: pytest.MonkeyPa
     assert [thread is threading.current_thread() for thread in threads] == [True, False]
 
 
+async def test_without_a_renderer_the_process_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rather than to say that it listens and to answer nothing."""
+
+    def missing() -> None:
+        raise ImportError("no renderer")
+
+    router = cast(Router, StubGateway(vocabularies.characters()).router)
+    monkeypatch.setattr("gateway.templates.renderer", missing)
+    crashed = asyncio.Event()
+    texts = Texts(router, on_crash=crashed.set)
+    texts.start()
+    async with asyncio.timeout(5):
+        await crashed.wait()
+    assert "task_crashed" in caplog.text
+    await texts.close()
+
+
 async def test_what_has_been_loaded_is_told() -> None:
     gateway = StubGateway(vocabularies.characters())
     told: list[str] = []

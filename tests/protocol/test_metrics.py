@@ -71,14 +71,17 @@ def test_workers_add_up_and_agree_on_gauges(tmp_path: Path) -> None:
     worker = """
 import time
 from prometheus_client import CollectorRegistry
-from protocol import metrics
+from protocol import metrics, tally
 instruments = metrics.build(metrics.Owner.GATEWAY, CollectorRegistry())
 instruments.counter("request_errors_total").labels(status="429").inc(2)
 instruments.gauge("engines_serving").set(3)
 instruments.histogram("request_prompt_tokens").labels(model_name="m").observe(10)
 gaps = instruments.tallied("inter_token_latency_seconds").labels("m")
-for gap in (0.004, 0.004, 3.0):
-    gaps.observe(gap, 1.0)
+clock = iter((0.0, 0.004, 0.008, 3.008))
+tally.time.perf_counter = lambda: next(clock)
+times = [None]
+for _ in range(4):
+    gaps.lap(times, 0)
 gaps.flush()
 print("done", flush=True)
 time.sleep(60)

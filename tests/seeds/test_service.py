@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,10 @@ def test_an_awq_model_is_served_to_openais_client(
             details = usage.prompt_tokens_details
             assert details is not None
             assert details.cached_tokens == cached
+    deadline = time.monotonic() + 5
+    while metric(engine_port, "prefix_cache_hits_total") < 32:  # what was answered is counted right after
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert metric(engine_port, "prefix_cache_hits_total") == 32
     assert metric(engine_port, "prefix_cache_queries_total") == 2 * len(prompt) + len("oneother") + len(PROMPT)
     assert metric(engine_port, "kv_cache_usage_perc") == 0

@@ -12,7 +12,7 @@ import torch
 from engine.device.gpu_inputs import GpuInputs, GpuLimits
 from engine.device.staging import Columns, Ints, Layout
 from engine.plan import PlanEntry, SlotState, StepPlan
-from kernels.sharing import ShortTiles
+from kernels.short_chunks import ShortTiles
 from protocol.messages import U32
 from protocol.sampling import SamplingParams
 

@@ -54,7 +54,7 @@ MADE = [
     Made("llmcompressor", "smollm2-fp8-block", "compressed-tensors", "8 bit, blocks of 128×128"),
     Made("llmcompressor", "smollm2-gptq-w4a16", "compressed-tensors", "4 bit, groups of 64", ANSWER[:-1]),
     Made("llmcompressor", "smollm2-awq-w4a16", "compressed-tensors", "4 bit, groups of 64", ANSWER[:-1], FEW_TEXTS),
-    Made("llmcompressor", "smollm2-w8a8-kv", "compressed-tensors", "8 bit, a scale a row"),
+    Made("llmcompressor", "smollm2-w8a8-kv", "compressed-tensors", "8 bit, a scale a row", ANSWER[:-1]),
     Made("gptqmodel", "smollm2-gptq", "GPTQ", "4 bit, groups of 64, act-order"),
     Made("gptqmodel", "smollm2-gptq-8", "GPTQ", "8 bit, a scale a row"),
     Made("autoawq", "smollm2-awq", "AWQ", "4 bit, groups of 32"),

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict, deque
+from collections import deque
 
 import pytest
 
-from engine.inbox import Aborted, Inbox, OwnerLost, Submitted
-from engine.mailbox import Sent
-from engine.reception import MAX_MAIL_BYTES, Reception
+from engine.inbox import Aborted, OwnerLost, Submitted
+from engine.reception import MAX_MAIL_BYTES
 from engine.status import Status
-from protocol.codec import decode_from_engine, encode
+from protocol.codec import encode
 from protocol.messages import (
     Abort,
     AbortReason,
@@ -23,7 +22,6 @@ from protocol.messages import (
     Finished,
     FinishReason,
     FromEngine,
-    FromGateway,
     GatewayBeat,
     Hello,
     Phase,
@@ -37,43 +35,10 @@ from protocol.messages import (
     u32,
 )
 from tests.engine.control import Driver, submit, u16
+from tests.engine.desk import Desk
 
 RESOLVED = Driver(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=128).resolved
 HELLO = Hello((1, 0), Role.GATEWAY, "gate", "0.1.0")
-
-
-class Desk:
-    """A reception with its socket laid open: peers are byte strings."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr("engine.reception.time.monotonic", lambda: self.now)
-        self.inbox = Inbox()
-        self.sent: dict[bytes, list[FromEngine]] = defaultdict(list)
-        self.num_refused = 0  # frames for peers that are gone
-        self.full: set[bytes] = set()
-        self.gone: set[bytes] = set()
-        self.reception = Reception("engine-1", 77, self._send, self.inbox)
-
-    def _send(self, identity: bytes, frame: bytes) -> Sent:
-        if identity in self.gone:
-            self.num_refused += 1
-            return Sent.GONE
-        if identity in self.full:
-            return Sent.FULL
-        message = decode_from_engine(frame)
-        assert message is not None
-        self.sent[identity].append(message)
-        return Sent.SENT
-
-    def says(self, identity: bytes, *messages: FromGateway) -> list[FromEngine]:
-        """What the peer hears in return."""
-        for message in messages:
-            self.reception.receive(identity, encode(message))
-        return self.heard(identity)
-
-    def heard(self, identity: bytes) -> list[FromEngine]:
-        return self.sent.pop(identity, [])
 
 
 @pytest.fixture

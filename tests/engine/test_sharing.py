@@ -108,3 +108,44 @@ def test_siblings_do_not_wait_for_a_leader_that_is_cached_beyond_its_prompt():
         driver.turn()
     assert sibling.entered
     driver.run()
+
+
+def test_siblings_wait_for_the_leaders_prompt_blocks_and_then_find_them():
+    driver = Driver(max_num_batched_tokens=64)
+    driver.add(submit(1, b"x" * 150, max_tokens=4, group=9, leader=True))
+    siblings = [driver.add(submit(handle, b"x" * 150, max_tokens=4, group=9, seed=handle)) for handle in (2, 3)]
+    stranger = driver.add(submit(4, b"y" * 10, max_tokens=1))
+    driver.turn()
+    assert [len(s.entered) for s in siblings] == [0, 0]
+    driver.run()
+    assert [s.entered[0].message.cached_tokens for s in siblings] == [144, 144]
+    # The stranger behind them did not wait: the third step had budget left.
+    assert stranger.entered
+    assert len(driver.plans) == 7
+
+
+@pytest.mark.parametrize("end", ["abort", "never came", "was lost"])
+def test_a_leader_that_is_gone_frees_its_siblings(end):
+    driver = Driver(max_num_batched_tokens=64)
+    if end != "never came":
+        driver.add(submit(1, b"x" * 150, max_tokens=4, group=9, leader=True))
+    sibling = driver.add(submit(2, b"x" * 150, max_tokens=1, group=9), owner=2 if end == "was lost" else OWNER)
+    driver.turn()
+    if end == "abort":
+        driver.scheduler.abort(OWNER, 1)
+    if end == "was lost":
+        driver.scheduler.abort_owner(OWNER)
+    driver.hear(driver.scheduler.take_events())
+    driver.run()
+    assert len(sibling.tokens) == 1
+
+
+def test_groups_of_other_gateways_are_other_groups():
+    driver = Driver(max_num_batched_tokens=64)
+    driver.add(submit(1, b"x" * 150, max_tokens=4, group=9, leader=True))
+    other = driver.add(submit(1, b"y" * 10, max_tokens=1, group=9), owner=2)
+    driver.turn()
+    driver.turn()
+    driver.turn()
+    assert other.entered
+    driver.run()

@@ -190,7 +190,8 @@ def keep_row(
         g = tl.arange(0, ROWS)
         for index in range(program, num_splits, num_programs):
             top, total, out = one_split(
-                *(q, k_cache_ptr, v_cache_ptr, table_ptr, (first_split + index) * SPLIT, length, kv_head, scale, cap),
+                *(q, k_cache_ptr, v_cache_ptr, table_ptr, length - 1, (first_split + index) * SPLIT, length),
+                *(kv_head, scale, cap),
                 *(HKV, D, BLOCK_D, BLOCK_SIZE, ROWS, WINDOW, CAPPED, TILE, SPLIT),
             )
             part = first_part + index * GROUP + g

@@ -10,6 +10,7 @@ from kernels.gpu.launch import begin, limits, wait
 from kernels.gpu.mode import in_force
 from kernels.gpu.pool import key_tile
 from kernels.gpu.softmax import add_tile, merge, nothing_seen
+from kernels.gpu.splits import seen_by
 
 
 @triton.jit
@@ -54,9 +55,7 @@ def walk_keys(
         for key in range(edge, split_end, TILE):
             n = key + tl.arange(0, TILE)
             k, v = key_tile(k_cache_ptr, v_cache_ptr, table_ptr, n, end, kv_head, HKV, D, BLOCK_D, BLOCK_SIZE, False)
-            seen = n[None, :] <= position[:, None]
-            if WINDOW > 0:
-                seen &= n[None, :] > position[:, None] - WINDOW
+            seen = seen_by(n, position[:, None], WINDOW)
             top, total, out = add_tile(q, k, v, seen, top, total, out, scale, cap, True, CAPPED, TILE)
         all_top, all_total, all_out = merge(all_top, all_total, all_out, top, tl.max(total, 1), out, unit)
     return all_out / all_total[:, None]

@@ -9,44 +9,10 @@ from torch import Tensor
 
 from kernels._triton import tl, triton
 from kernels.gpu.launch import begin, limits, wait
-from kernels.gpu.pool import key_tile
 from kernels.gpu.prefill import packed_heads
-from kernels.gpu.softmax import add_tile, merge, nothing_seen
+from kernels.gpu.softmax import merge, nothing_seen
+from kernels.gpu.splits import one_split
 from kernels.short_chunks import ITEM_COLUMNS, ShortTiles
-
-
-@triton.jit
-def tile_split(
-    q,
-    k_cache_ptr,
-    v_cache_ptr,
-    table_ptr,
-    position,
-    split,
-    end,
-    kv_head,
-    scale,
-    cap,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """(top, total, out) of the split that begins at position `split`, for q [ROWS, BLOCK_D] at `position` [ROWS]."""
-    top, total, out = nothing_seen(ROWS, BLOCK_D)
-    for key in range(split, tl.minimum(split + SPLIT, end), TILE):
-        n = key + tl.arange(0, TILE)
-        k, v = key_tile(k_cache_ptr, v_cache_ptr, table_ptr, n, end, kv_head, HKV, D, BLOCK_D, BLOCK_SIZE, False)
-        seen = n[None, :] <= position[:, None]
-        if WINDOW > 0:
-            seen &= n[None, :] > position[:, None] - WINDOW
-        top, total, out = add_tile(q, k, v, seen, top, total, out, scale, cap, True, CAPPED, TILE)
-    return top, tl.max(total, 1), out
 
 
 @triton.jit
@@ -61,7 +27,9 @@ def joined(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The parts from `first_part` on, merged left to right: [ROWS, BLOCK_D]."""
+    """The parts from `first_part` on, merged left to right: [ROWS, BLOCK_D]. Of this many rows one is under way at a
+    time: four, as `splits.merge_parts` has them, would not fit into registers.
+    """
     r = tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     all_top, _, all_out = nothing_seen(ROWS, BLOCK_D)
@@ -134,11 +102,12 @@ def short_kernel(
     num_splits = tl.cdiv(end, SPLIT)
     first_part += group * num_splits
     unit = 1.0 if CAPPED else scale
+    position = (start + token)[:, None]
     all_top, _, all_out = nothing_seen(ROWS, BLOCK_D)
     all_total = tl.zeros((ROWS,), tl.float32)
     for split in range(first_split + program, num_splits, num_programs):
-        top, total, out = tile_split(
-            *(q, k_cache_ptr, v_cache_ptr, table_ptr, start + token, split * SPLIT, end, kv_head, scale, cap),
+        top, total, out = one_split(
+            *(q, k_cache_ptr, v_cache_ptr, table_ptr, position, split * SPLIT, end, kv_head, scale, cap),
             *(HKV, D, BLOCK_D, BLOCK_SIZE, ROWS, WINDOW, CAPPED, TILE, SPLIT),
         )
         if num_programs == 1:

@@ -1,4 +1,4 @@
-"""Attention of one token to the splits of its context: one split, all of them, and splits merged from memory."""
+"""Attention to the splits of a context: one split, all of them, and splits merged from memory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from kernels.gpu.softmax import add_tile, merge, nothing_seen
 
 
 @triton.jit
-def seen_by(n, length, WINDOW: tl.constexpr):
-    """Which positions n the last token of a sequence sees, as a row [1, TILE]."""
-    seen = n < length
+def seen_by(n, position, WINDOW: tl.constexpr):
+    """Which positions n [TILE] a token at `position` sees: [1, TILE], or [R, TILE] for positions [R, 1]."""
+    seen = n[None, :] <= position
     if WINDOW > 0:
-        seen &= n >= length - WINDOW
-    return seen[None, :]
+        seen &= n[None, :] > position - WINDOW
+    return seen
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def walk_splits(
     for i in range(first_split * TILES_PER_SPLIT, num_tiles):
         n = i * TILE + tl.arange(0, TILE)
         k, v = key_tile(k_cache_ptr, v_cache_ptr, table_ptr, n, length, kv_head, HKV, D, BLOCK_D, BLOCK_SIZE, False)
-        seen = seen_by(n, length, WINDOW)
+        seen = seen_by(n, length - 1, WINDOW)
         top, total, out = add_tile(q, k, v, seen, top, total, out, scale, cap, True, CAPPED, TILE)
         if (i % TILES_PER_SPLIT == TILES_PER_SPLIT - 1) | (i == num_tiles - 1):
             all_top, all_total, all_out = merge(all_top, all_total, all_out, top, tl.max(total, 1), out, unit)
@@ -62,8 +62,9 @@ def one_split(
     k_cache_ptr,
     v_cache_ptr,
     table_ptr,
+    position,
     split,
-    length,
+    end,
     kv_head,
     scale,
     cap,
@@ -77,12 +78,14 @@ def one_split(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """(top, total, out) of the split that begins at position `split`."""
+    """(top, total, out) of the split that begins at position `split`, of keys before `end`. `position` is that of all
+    rows of q, or [ROWS, 1].
+    """
     top, total, out = nothing_seen(ROWS, BLOCK_D)
-    for key in range(split, tl.minimum(split + SPLIT, length), TILE):
+    for key in range(split, tl.minimum(split + SPLIT, end), TILE):
         n = key + tl.arange(0, TILE)
-        k, v = key_tile(k_cache_ptr, v_cache_ptr, table_ptr, n, length, kv_head, HKV, D, BLOCK_D, BLOCK_SIZE, False)
-        seen = seen_by(n, length, WINDOW)
+        k, v = key_tile(k_cache_ptr, v_cache_ptr, table_ptr, n, end, kv_head, HKV, D, BLOCK_D, BLOCK_SIZE, False)
+        seen = seen_by(n, position, WINDOW)
         top, total, out = add_tile(q, k, v, seen, top, total, out, scale, cap, True, CAPPED, TILE)
     return top, tl.max(total, 1), out
 

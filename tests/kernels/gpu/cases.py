@@ -131,7 +131,7 @@ class AttentionCase:
         batch, schedule = self.batch, self.batch.schedule
         assert schedule is not None
         heads, kv_heads, head_dim = self.num_heads, self.values.shape[1], self.values.shape[3]
-        size = kernels.query_tile(heads, kv_heads, head_dim, self.values.dtype)
+        size = kernels.query_tile(heads, kv_heads, head_dim, self.qkv.dtype)
         tiles = [(first, min(size, end - begin - first)) for first in range(num_single, end - begin, size)]
         device = self.qkv.device
         part = kernels.AttentionBatch(

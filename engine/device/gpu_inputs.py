@@ -6,6 +6,8 @@ slot, and block tables are kept there and told their new entries.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -90,50 +92,62 @@ class GpuInputs:
         self.chunk_layouts = chunk_layouts(rows, limits.max_num_tokens, limits.short.tokens)
         most_tiles = limits.max_num_tokens // limits.query_tile + rows
         most_items = limits.max_num_tokens // limits.short.tokens + rows + SPARE_ITEMS
-        self._staging = Staging(Layout(most_tokens, rows, most_tiles, most_items), depth=depth, device=device)
-        self._tables = torch.zeros(limits.max_num_seqs, limits.max_blocks, dtype=torch.int32, device=device)
-        self._num_blocks = [0] * limits.max_num_seqs
+        most = Layout(most_tokens, rows, most_tiles, most_items)
+        # Every slot may be entered in one step, by requests whose prompts are cached.
+        self._staging = Staging(most, max_changes=rows * limits.max_blocks, depth=depth, device=device)
+        self._tables = torch.zeros(rows, limits.max_blocks, dtype=torch.int32, device=device)
+        self._cells = self._tables.view(-1)
+        self._decode_layouts_by_rows = [
+            next(layout for layout in self.decode_layouts if layout.num_tokens >= count) for count in range(rows + 1)
+        ]
+        self._range = np.arange(most_tokens)
+        self._num_blocks = [0] * rows
+        self._unknown = [(-1 - slot).to_bytes(4, sys.byteorder, signed=True) for slot in range(rows)]
         self._arrivals = torch.zeros(most_tokens * limits.num_heads, dtype=torch.int32, device=device)
-        self.last_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
+        self.last_ids = torch.zeros(rows, dtype=torch.int32, device=device)
 
     def prepare(self, plan: StepPlan) -> Prepared:
-        """Send the plan's numbers."""
-        for state in plan.entered:
-            self._num_blocks[state.slot] = 0
+        """Send the plan's numbers.
+
+        A prompt's first token waits for this, and what numpy and torch touch is cold by then: some 10 us a call.
+        """
         entries = plan.entries
-        self._send_blocks(entries)
-        slots = np.array([entry.slot for entry in entries], np.int64)
-        counts = np.array([entry.count for entry in entries], np.int64)
-        starts = np.array([entry.start for entry in entries], np.int64)
-        sampled = np.array([entry.sample for entry in entries], np.bool_)
-        several = counts > 1
-        num_single = int(several.argmax()) if several.any() else len(entries)
-        ends = np.cumsum(counts)
-        num_tokens, num_sampled = int(ends[-1]), int(sampled.sum())
-        chunks = _Chunks(ends - counts, counts, starts + counts)
-        layout = self._decode_layout(num_tokens) if num_sampled == num_tokens else None
-        if layout is None:
-            layout = self._chunk_layout(num_tokens, num_sampled, self._limits.short.count(counts))
+        num_rows, lengths = len(entries), [entry.count for entry in entries]
+        sampled = [entry.sample for entry in entries]
+        num_tokens, num_sampled = sum(lengths), sum(sampled)
+        lists = [[entry.slot for entry in entries], [entry.start for entry in entries], lengths]
+        slots, starts, counts = np.array(lists, np.int64)
+        all_single = num_tokens == num_rows
+        chunks = _Chunks(self._range[:num_rows] if all_single else counts.cumsum() - counts, counts, starts + counts)
+        num_single = num_rows if all_single else int((counts > 1).argmax())
+        layout = self._graph_layout(lengths, num_tokens, num_sampled)
         in_graph = layout is not None
+        tiles, items = _NO_TILES, _NO_ITEMS
         if layout is None:
             tiles, items = self._divide(chunks.after(num_single))
             layout = Layout(num_tokens, num_sampled, len(tiles), len(items))
-        else:
-            tiles, items = _NO_TILES, self._items(chunks, layout.num_items)
+        elif layout.num_items:
+            items = self._items(chunks, layout.num_items)
         columns = self._staging.host(layout)
-        columns.ids[:num_tokens] = _token_ids(entries)
-        columns.positions[:num_tokens] = np.arange(num_tokens) + np.repeat(starts - chunks.begins, counts)
-        columns.seq_index[:num_tokens] = np.repeat(slots, counts)
-        columns.tiles[: tiles.size] = tiles.ravel()
-        columns.items[: items.size] = items.ravel()
-        rows, places = slots[sampled], chunks.ends[sampled]
-        columns.index[:num_sampled] = ends[sampled] - 1
+        columns.ids[:num_tokens] = self._token_ids(entries)
+        if all_single:
+            columns.positions[:num_tokens], columns.seq_index[:num_tokens] = starts, slots
+        else:
+            columns.positions[:num_tokens] = self._range[:num_tokens] + np.repeat(starts - chunks.begins, counts)
+            columns.seq_index[:num_tokens] = np.repeat(slots, counts)
+        if tiles.size:
+            columns.tiles[:] = tiles.ravel()
+        if items.size:
+            columns.items[: items.size] = items.ravel()
+        chosen = slice(None) if num_sampled == num_rows else np.array(sampled, np.bool_)
+        rows, places = slots[chosen], chunks.ends[chosen]
+        columns.index[:num_sampled] = chunks.begins[chosen] + (counts[chosen] - 1)
         columns.places[:num_sampled] = places
         columns.slots[:num_sampled] = rows
         self._fill_rows(columns, rows)
         if in_graph:
-            _pad(columns, num_tokens, num_sampled, items.size)
-        self._staging.send(layout)
+            _pad(columns, layout, num_tokens, num_sampled, items.size)
+        self._send(plan, layout)
         longest = 1 if in_graph else int(chunks.ends[:num_single].max(initial=1))  # a graph's is fixed
         return Prepared(layout, in_graph, num_single, longest, rows, places)
 
@@ -151,26 +165,21 @@ class GpuInputs:
         attention = self._attention(columns, layout.num_tokens if decodes else 0, longest)
         return ForwardBatch(columns.ids, None, attention, None if decodes else columns.index, self.last_ids), columns
 
-    def _decode_layout(self, num_tokens: int) -> Layout | None:
-        return next((layout for layout in self.decode_layouts if layout.num_tokens >= num_tokens), None)
-
-    def _chunk_layout(self, num_tokens: int, num_sampled: int, num_items: int) -> Layout | None:
-        return next(
-            (
-                layout
-                for layout in self.chunk_layouts
-                if layout.num_tokens >= num_tokens
-                and layout.num_sampled >= num_sampled
-                and layout.num_items >= num_items
-            ),
-            None,
-        )
+    def _graph_layout(self, lengths: list[int], num_tokens: int, num_sampled: int) -> Layout | None:
+        """That of the smallest graph for chunks of such lengths, if there is one."""
+        if num_sampled == num_tokens:
+            return self._decode_layouts_by_rows[num_tokens]
+        layouts = [x for x in self.chunk_layouts if x.num_tokens >= num_tokens and x.num_sampled >= num_sampled]
+        if not layouts:
+            return None
+        num_items = self._limits.short.count(lengths)
+        return next((layout for layout in layouts if layout.num_items >= num_items), None)
 
     def _divide(self, chunks: _Chunks) -> tuple[Tiles, Tiles]:
         """Tiles of long chunks, and items of short ones."""
         short = chunks.counts <= _SHORT_TILES * self._limits.short.tokens
         briefs = chunks.where(short)
-        most = self._limits.short.count(briefs.counts) + SPARE_ITEMS
+        most = self._limits.short.count(briefs.counts.tolist()) + SPARE_ITEMS
         return _tiles(chunks.where(~short), self._limits.query_tile), self._items(briefs, most)
 
     def _items(self, chunks: _Chunks, most: int) -> Tiles:
@@ -181,43 +190,50 @@ class GpuInputs:
         schedule = kernels.TileSchedule(num_single, tiles, items, -(-longest // SPLIT), self._arrivals)
         return kernels.AttentionBatch(self._tables, columns.seq_index, columns.positions, schedule)
 
-    def _send_blocks(self, entries: tuple[PlanEntry, ...]) -> None:
-        """Write the entries' new blocks into the tables on the device."""
-        cells: list[int] = []
-        blocks: list[int] = []
+    def _send(self, plan: StepPlan, layout: Layout) -> None:
+        """Begin the copy, and write the entries' new blocks into the tables on the device."""
+        for state in plan.entered:
+            self._num_blocks[state.slot] = 0
+        grown = [entry for entry in plan.entries if entry.new_blocks]
+        num_new = sum([len(entry.new_blocks) for entry in grown])
+        if not num_new:
+            self._staging.send(layout)
+            return
+        changes, at = self._staging.host_changes(num_new), 0
+        for entry in grown:
+            have, count = self._num_blocks[entry.slot], len(entry.new_blocks)
+            begin = entry.slot * self._limits.max_blocks + have
+            changes.cells[at : at + count] = np.arange(begin, begin + count)
+            changes.values[at : at + count] = entry.new_blocks
+            self._num_blocks[entry.slot] = have + count
+            at += count
+        self._staging.send(layout, num_new)
+        sent = self._staging.device_changes(num_new)
+        self._cells.index_copy_(0, sent.cells, sent.values)
+
+    def _token_ids(self, entries: tuple[PlanEntry, ...]) -> Ints:
+        """Ids of all tokens; -1 - slot where it is the one that the step before samples for the slot."""
+        parts: list[array[int] | bytes] = []
         for entry in entries:
-            if entry.new_blocks:
-                begin = entry.slot * self._limits.max_blocks + self._num_blocks[entry.slot]
-                self._num_blocks[entry.slot] += len(entry.new_blocks)
-                cells.extend(range(begin, begin + len(entry.new_blocks)))
-                blocks.extend(entry.new_blocks)
-        if cells:
-            sent = torch.from_numpy(np.array([cells, blocks], np.int64))  # torch's own way takes three times as long
-            if self._tables.is_cuda:
-                sent = sent.pin_memory().to(self._tables.device, non_blocking=True)
-            self._tables.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
+            if known := entry.ids:
+                parts.append(known)
+            if len(known) < entry.count:
+                parts.append(self._unknown[entry.slot])
+        return np.frombuffer(b"".join(parts), np.int32)
 
 
-def _pad(columns: Columns[Ints], num_tokens: int, num_sampled: int, items_end: int) -> None:
+def _pad(columns: Columns[Ints], layout: Layout, num_tokens: int, num_sampled: int, items_end: int) -> None:
     """What the rows of a graph that a step does not need hold: tokens, slots and items that nothing is done for."""
-    columns.ids[num_tokens:] = 0
-    columns.positions[num_tokens:] = -1
-    columns.seq_index[num_tokens:] = 0
-    columns.index[num_sampled:] = 0
-    columns.slots[num_sampled:] = -1
-    columns.temperature[num_sampled:] = 0
-    columns.items[items_end:] = 0
-
-
-def _token_ids(entries: tuple[PlanEntry, ...]) -> Ints:
-    """Ids of all tokens; -1 - slot where it is the one that the step before samples for the slot."""
-    ids: list[int] = []
-    for entry in entries:
-        if known := entry.ids:
-            ids.extend(known)
-        if len(known) < entry.count:
-            ids.append(-1 - entry.slot)
-    return np.array(ids, np.int32)
+    if num_tokens < layout.num_tokens:
+        columns.ids[num_tokens:] = 0
+        columns.positions[num_tokens:] = -1
+        columns.seq_index[num_tokens:] = 0
+    if num_sampled < layout.num_sampled:
+        columns.index[num_sampled:] = 0
+        columns.slots[num_sampled:] = -1
+        columns.temperature[num_sampled:] = 0
+    if layout.num_items:
+        columns.items[items_end:] = 0
 
 
 def _tiles(chunks: _Chunks, query_tile: int) -> Tiles:

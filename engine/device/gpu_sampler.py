@@ -20,6 +20,11 @@ from engine.device.staging import Columns, Ints
 from engine.plan import SlotState
 from protocol.sampling import SamplingParams
 
+#: A slot's parameters, to be sent as int32.
+_NUMBERS = np.dtype(
+    [("seed", np.int64), ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("min_p", np.float32)]
+)
+
 #: Beyond every place.
 _NEVER = 2**62
 
@@ -62,9 +67,8 @@ class GpuSampler:
         self._device = device
         self._shape = (max_num_seqs, vocab_size)
         self._rules: list[_SlotRules | None] = [None] * max_num_seqs
-        self._floats = np.zeros((3, max_num_seqs), np.float32)  # temperature, top_p, min_p
-        self._top_k = np.zeros(max_num_seqs, np.int32)
-        self._seeds = np.zeros(max_num_seqs, np.int64)
+        self._numbers = np.zeros(max_num_seqs, _NUMBERS)
+        self._words = self._numbers.view(np.int32).reshape(max_num_seqs, -1)
         #: The place in its sequence from which on a slot's tokens need no more than `pick`.
         self._plain_from = np.zeros(max_num_seqs, np.int64)
         self._bias: Tensor | None = None  # -inf for what is not allowed
@@ -75,9 +79,8 @@ class GpuSampler:
     def enter(self, state: SlotState) -> None:
         """Take over a slot for a request."""
         slot, params = state.slot, state.sampling
-        self._floats[:, slot] = (params.temperature, params.top_p, params.min_p)
-        self._top_k[slot] = max(params.top_k, 0)
-        self._seeds[slot] = state.seed
+        top_k = max(params.top_k, 0)
+        self._numbers[slot] = (state.seed, params.temperature, top_k, params.top_p, params.min_p)
         rules = _SlotRules(
             params=params,
             num_prompt=len(state.prompt_ids),
@@ -102,12 +105,11 @@ class GpuSampler:
     def fill_rows(self, columns: Columns[Ints], slots: npt.NDArray[np.int64]) -> None:
         """The sampling parameters of `slots` as the first rows of the columns."""
         count = len(slots)
-        columns.seeds[: 2 * count] = self._seeds[slots].view(np.int32)
-        temperature, top_p, min_p = self._floats[:, slots].view(np.int32)
-        columns.temperature[:count] = temperature
-        columns.top_k[:count] = self._top_k[slots]
-        columns.top_p[:count] = top_p
-        columns.min_p[:count] = min_p
+        words = self._words[slots]
+        columns.seeds[: 2 * count] = words[:, :2].ravel()
+        columns.temperature[:count], columns.top_k[:count], columns.top_p[:count], columns.min_p[:count] = words[
+            :, 2:
+        ].T
 
     def is_plain(self, slots: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> bool:
         """Whether no row needs more than `pick`."""

@@ -69,6 +69,13 @@ def test_blocks_are_appended_until_the_slot_is_entered_again(inputs: GpuInputs) 
     assert tables[3, :2].tolist() == [5, 8]
 
 
+def test_all_slots_may_get_whole_tables_in_one_step(inputs: GpuInputs) -> None:
+    rows = torch.arange(80).view(8, 10).flip(0)
+    plan = StepPlan(1, entered(*range(8)), tuple(entry(s, 158, [1], blocks=tuple(rows[s].tolist())) for s in range(8)))
+    prepared = inputs.prepare(plan)
+    assert inputs.graph_batch(prepared.layout)[0].attention.block_tables.tolist() == rows.tolist()
+
+
 def test_short_chunks_take_a_graph_in_which_all_rows_are_items(inputs: GpuInputs) -> None:
     chunk = PlanEntry(1, 20, 10, array(U32, range(10)), (0, 1), False)
     prepared = inputs.prepare(StepPlan(1, entered(0, 1), (entry(0, 4, [9], blocks=(2,)), chunk)))

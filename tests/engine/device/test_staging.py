@@ -39,3 +39,20 @@ def test_the_step_in_flight_keeps_its_buffer() -> None:
     assert first.ids[0] == 5
     third = staging.host(layout)
     assert third.ids[0] == 5  # the first one's buffer again
+
+
+def test_changes_arrive_with_the_columns_of_any_layout_and_the_last_is_repeated() -> None:
+    staging = Staging(Layout(8, 4, 4), max_changes=100, depth=2, device=CPU)
+    for layout, num_changes in ((Layout(3, 2, 1), 3), (Layout(8, 4), 100), (Layout(1, 1), 0)):
+        staging.host(layout).ids[:] = num_changes
+        if num_changes:
+            changes = staging.host_changes(num_changes)
+            changes.cells[:num_changes] = range(2**40, 2**40 + num_changes)
+            changes.values[:num_changes] = range(num_changes)
+        staging.send(layout, num_changes)
+        assert staging.device(layout).ids.tolist() == [num_changes] * layout.num_tokens
+        if num_changes:
+            sent = staging.device_changes(num_changes)
+            places = [*range(num_changes), *[num_changes - 1] * (len(sent.cells) - num_changes)]
+            assert sent.values.tolist() == places
+            assert sent.cells.tolist() == [2**40 + place for place in places]

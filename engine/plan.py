@@ -69,7 +69,7 @@ class PlanEntry:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass of a mixed batch. Entries of decodes come first, then prefill chunks."""
+    """One forward pass of a mixed batch. Entries of decodes come first, longest context first, then prefill chunks."""
 
     step: int
     entered: tuple[SlotState, ...]

@@ -163,6 +163,7 @@ class Scheduler:
                 chosen.append((request, self._entry(request, 1)))
                 budget -= 1
         if chosen:
+            chosen.sort(key=_longest_first)
             budget = min(budget, self._max_num_prefill_tokens)
         for request in chunks:
             if budget and request.state is RequestState.RUNNING:
@@ -370,3 +371,8 @@ class Scheduler:
 
 def _order(request: Request) -> tuple[int, bool, int]:
     return request.order
+
+
+def _longest_first(chosen: tuple[Request, PlanEntry]) -> int:
+    """A device computes single tokens side by side: none that takes long should be the last to begin."""
+    return -chosen[1].start

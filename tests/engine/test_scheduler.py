@@ -39,6 +39,17 @@ def test_decodes_come_before_prefill_chunks_in_every_step():
     assert shapes(driver.plans[2]) == [(6, 1, True), (63, 63, False)]
 
 
+def test_decodes_are_planned_longest_context_first():
+    driver = Driver(enable_prefix_caching=False)
+    heard = {number: driver.add(submit(number, b"x" * number, max_tokens=3)) for number in (5, 40, 9)}
+    driver.run()
+    assert [shapes(plan) for plan in driver.plans[1:]] == [
+        [(40, 1, True), (9, 1, True), (5, 1, True)],
+        [(41, 1, True), (10, 1, True), (6, 1, True)],
+    ]
+    assert all(heard[n].tokens == alone(submit(n, b"x" * n, max_tokens=3)) for n in heard)
+
+
 def test_prompts_beside_decodes_are_taken_in_smaller_chunks():
     """Those of one running, and of newcomers, together; the whole budget is theirs when nothing decodes."""
     driver = Driver(max_num_batched_tokens=64, max_num_prefill_tokens=20, enable_prefix_caching=False)

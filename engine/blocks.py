@@ -2,12 +2,13 @@
 
 A block is free, cached (it holds a prefix that may be asked for again; nobody reads it now) or
 owned (one or more requests hold it). Free + cached + owned is always the size of the pool;
-`check` proves it. All operations take constant time per block. Knows nothing of tokens.
+`check` proves it. All operations take constant time per block, and few steps: a request may come with
+thousands that are cold in the processor's caches, and wait for them. Knows nothing of tokens.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 
@@ -26,21 +27,19 @@ class BlockPool:
         self._keep = [False] * num_blocks
         # Popped from the end, so that block 0 goes out first.
         self._free = list(range(num_blocks - 1, -1, -1))
-        # A dict keeps insertion order and deletes from the middle in constant time: an LRU list.
-        self._cached: dict[int, None] = {}
+        # Cached blocks, the longest released first, among owned ones: `acquire` leaves a block where it is, eviction
+        # passes over it, `release` moves it to the end.
+        self._released: OrderedDict[int, None] = OrderedDict()
+        self._num_cached = 0
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out: free ones and cached ones."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self._num_cached
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
-
-    def count_idle(self, blocks: Sequence[int]) -> int:
-        """How many of `blocks` nobody holds, so that `acquire` takes them from `num_available`."""
-        return [self._refs[block] for block in blocks].count(0)
+        return self._num_cached
 
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` blocks with one reference each: free ones, then the longest cached ones.
@@ -50,24 +49,34 @@ class BlockPool:
         assert count <= self.num_available, f"{count} blocks asked, {self.num_available} available"
         blocks = []
         for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-            else:
-                block = next(iter(self._cached))
-                del self._cached[block]
-                self._keep[block] = False
-                self._on_evict(block)
+            block = self._free.pop() if self._free else self._evict()
             self._refs[block] = 1
             blocks.append(block)
         return blocks
 
-    def acquire(self, blocks: Sequence[int]) -> None:
-        """Add a reference to each of `blocks`, cached ones or ones that other requests hold."""
-        refs, cached = self._refs, self._cached
+    def _evict(self) -> int:
+        """The longest cached block, without a name."""
+        refs, released = self._refs, self._released
+        while refs[block := released.popitem(last=False)[0]]:
+            pass
+        self._num_cached -= 1
+        self._keep[block] = False
+        self._on_evict(block)
+        return block
+
+    def acquire(self, blocks: Sequence[int], leaving: int) -> bool:
+        """Add a reference to each of `blocks`, cached ones or ones that other requests hold.
+
+        False, and none is added, if fewer than `leaving` would be available then.
+        """
+        refs = self._refs
+        num_cached = [refs[block] for block in blocks].count(0)
+        if self.num_available - num_cached < leaving:
+            return False
+        self._num_cached -= num_cached
         for block in blocks:
-            if refs[block] == 0:
-                del cached[block]
             refs[block] += 1
+        return True
 
     def keep(self, block: int) -> None:
         """From now on the block is cached, not freed, when its last reference goes."""
@@ -79,13 +88,15 @@ class BlockPool:
 
         So the tail of a sequence is evicted before its head, without which it could not be found.
         """
-        refs, keep, cached, free = self._refs, self._keep, self._cached, self._free
+        refs, keep, released, free = self._refs, self._keep, self._released, self._free
         for block in reversed(blocks):
             assert refs[block] > 0, f"block {block} is released once too often"
             refs[block] -= 1
             if refs[block] == 0:
                 if keep[block]:
-                    cached[block] = None
+                    released[block] = None
+                    released.move_to_end(block)
+                    self._num_cached += 1
                 else:
                     free.append(block)
 
@@ -93,9 +104,10 @@ class BlockPool:
         """Assert that the blocks of all requests (`owned`), the free and the cached ones are all there are."""
         refs = Counter(block for blocks in owned for block in blocks)
         assert all(self._refs[block] == refs[block] for block in range(self.num_blocks)), "reference counts differ"
-        free, cached = set(self._free), set(self._cached)
+        free, cached = set(self._free), {block for block in self._released if not self._refs[block]}
+        assert len(cached) == self._num_cached, "cached blocks are miscounted"
         assert len(free) == len(self._free), "a block is free twice"
-        assert not free & cached, "a block is both free and cached"
+        assert not free & self._released.keys(), "a block is both free and cached"
         assert not (free | cached) & refs.keys(), "an owned block is free or cached"
         assert len(free) + len(cached) + len(refs) == self.num_blocks, "a block is lost"
         assert all(self._keep[block] for block in cached), "a block without a name is cached"

@@ -32,7 +32,6 @@ class EngineCore:
         metrics: EngineMetrics,
     ) -> None:
         self.scheduler = Scheduler(resolved)
-        self.status = Status(free_blocks=resolved.info.num_blocks)
         self._runner = runner
         self._inbox = inbox
         self._deliver = deliver
@@ -40,8 +39,23 @@ class EngineCore:
         self._in_flight: deque[tuple[StepPlan, float]] = deque()  # with the time of launch
         self._longest = LongestStep()
         self._last_commit = 0.0
+        self._busy_since: float | None = None
         self._drain_deadline = math.inf
         self._draining = False
+
+    @property
+    def status(self) -> Status:
+        """This moment. Looked up when somebody asks, four times a second, since each step would wait for it."""
+        scheduler = self.scheduler
+        return Status(
+            step=scheduler.num_steps,
+            busy_since=self._busy_since,
+            longest_step_s=self._longest.value(time.monotonic()),
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            free_blocks=scheduler.num_free_blocks,
+            totals=scheduler.counts.totals(),
+        )
 
     def run(self) -> None:
         """Step until drained. Raises what the runner raises: the device is lost."""
@@ -55,15 +69,15 @@ class EngineCore:
     def step(self) -> bool:
         """One turn; False when no request is left and nothing will be to do before something arrives."""
         now = time.monotonic()
-        arrived = self._drain_inbox(now)
+        self._drain_inbox(now)
         self.scheduler.expire(now)
         if now >= self._drain_deadline:
             self.scheduler.fail_all(ErrorCode.DRAINING, "The engine shuts down.")
         plan = self.scheduler.schedule(now) if len(self._in_flight) < self._runner.max_in_flight else None
         if plan is not None:
+            if not self._in_flight:
+                self._busy_since = now
             self._in_flight.append((plan, now))
-            if len(self._in_flight) == 1:
-                self._publish(now)  # the device has work; a step behind another changes nothing of that
             self._runner.launch(plan)
         # What a commit frees may let others enter, so a turn that collects is never the last.
         busy = bool(self._in_flight)
@@ -73,8 +87,6 @@ class EngineCore:
             self._deliver(to_messages(self.scheduler.num_steps, events, None))
             self._metrics.observe_events(events, now)
         assert busy or not self.scheduler.has_requests, "there are requests, and nothing runs"
-        if arrived and not busy:
-            self._publish(now)
         return busy
 
     def _collect(self) -> None:
@@ -82,6 +94,7 @@ class EngineCore:
         result = self._runner.collect()
         plan, launched = self._in_flight.popleft()
         now = time.monotonic()
+        self._busy_since = now if self._in_flight else None
         events = self.scheduler.commit(plan, result)
         # First of all: the I/O thread wakes while the rest is done.
         self._deliver(to_messages(plan.step, events, result))
@@ -90,11 +103,9 @@ class EngineCore:
         self._last_commit = now
         self._metrics.observe_step(plan.num_tokens, now - launched)
         self._metrics.observe_events(events, now)
-        self._publish(now)
 
-    def _drain_inbox(self, now: float) -> bool:
-        arrivals = self._inbox.take()
-        for arrival in arrivals:
+    def _drain_inbox(self, now: float) -> None:
+        for arrival in self._inbox.take():
             match arrival:
                 case Submitted(owner, submit):
                     self.scheduler.add(owner, submit, now)
@@ -105,16 +116,3 @@ class EngineCore:
                 case Drain(deadline):
                     self._draining = True
                     self._drain_deadline = deadline
-        return bool(arrivals)
-
-    def _publish(self, now: float) -> None:
-        scheduler = self.scheduler
-        self.status = Status(
-            step=scheduler.num_steps,
-            busy_since=max(self._in_flight[0][1], self._last_commit) if self._in_flight else None,
-            longest_step_s=self._longest.value(now),
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            free_blocks=scheduler.num_free_blocks,
-            totals=scheduler.counts.totals(),
-        )

@@ -44,7 +44,8 @@ class Scheduler:
         self._requests: dict[RequestKey, Request] = {}
         self._waiting: list[Request] = []  # sorted by Request.order
         self._running: list[Request] = []  # sorted by Request.order
-        # Preempted or ended, but held by a step in flight: their blocks and slots are not free yet.
+        # Preempted or ended, but held by a step in flight, or until the next is planned: their blocks and slots are
+        # not free yet.
         self._leaving: list[Request] = []
         self._deadlines: list[tuple[float, int, Request]] = []
         self._in_flight: deque[list[tuple[Request, PlanEntry]]] = deque()
@@ -149,6 +150,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute before another step commits."""
+        self._reclaim()
         budget = self._max_num_batched_tokens
         chosen: list[tuple[Request, PlanEntry]] = []
         preemptions = self.counts.preemptions
@@ -240,12 +242,10 @@ class Scheduler:
         size, num_to_compute = self._block_size, request.num_to_compute
         hits = self._prefix.match(self._sharing.cacheable(request)) if self._prefix_caching else []
         num_new = -(-num_to_compute // size) - len(hits)
-        num_idle_hits = self._pool.count_idle(hits)
         # A spare block for each running request, which may need it in the next steps: without it a
         # newcomer is often preempted as soon as it has entered.
-        if num_new + num_idle_hits + len(self._running) > self._pool.num_available:
+        if not self._pool.acquire(hits, leaving=num_new + len(self._running)):
             return False
-        self._pool.acquire(hits)
         request.blocks = hits + self._pool.allocate(num_new)
         request.num_told = 0
         request.slot = self._slots.pop()
@@ -286,9 +286,6 @@ class Scheduler:
             row += entry.sample
             scored_row += 0 if scoring is None else len(scoring.ids)
             request.in_flight -= 1
-            if request.in_flight == 0 and request.state is not RequestState.RUNNING:
-                self._leaving.remove(request)
-                self._vacate(request)
         return self.take_events()
 
     def _computed(self, request: Request, num_computed: int) -> None:
@@ -297,7 +294,8 @@ class Scheduler:
         first, last = request.num_computed // size, num_computed // size
         request.num_computed = num_computed
         if last > first and self._prefix_caching:
-            request.extend_hashes(size)
+            if len(request.hashes) <= last:
+                request.extend_hashes(size)
             for index in range(first, last):
                 self._prefix.insert(request.hashes[index + 1], request.blocks[index])
         if num_computed >= request.num_prompt:
@@ -358,6 +356,13 @@ class Scheduler:
             self._leaving.append(request)
         else:
             self._vacate(request)
+
+    def _reclaim(self) -> None:
+        """Vacate what committed steps no longer hold. Not as they commit: their tokens go out first."""
+        if self._leaving:
+            for request in [request for request in self._leaving if not request.in_flight]:
+                self._leaving.remove(request)
+                self._vacate(request)
 
     def _vacate(self, request: Request) -> None:
         """No planned step holds it any more: free its slot and blocks; a preempted one waits again."""

@@ -13,7 +13,7 @@ WINDOW_S, SLICE_S = 300.0, 10.0
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A moment of the step loop, replaced as a whole after every step.
+    """A moment of the step loop.
 
     `busy_since` (monotonic seconds) is when the oldest step in flight became the device's; None
     while there is nothing to do.
@@ -53,18 +53,20 @@ class Counts:
 
 
 class LongestStep:
-    """The longest step of the last five minutes, in constant memory."""
+    """The longest step of the last five minutes, in constant memory. One thread adds, any may ask."""
 
     def __init__(self) -> None:
         self._slices: deque[tuple[float, float]] = deque()  # (start, longest) of each slice
 
     def add(self, now: float, duration: float) -> None:
-        if not self._slices or now >= self._slices[-1][0] + SLICE_S:
-            self._slices.append((now, duration))
-        elif duration > self._slices[-1][1]:
-            self._slices[-1] = (self._slices[-1][0], duration)
+        slices = self._slices
+        if not slices or now >= slices[-1][0] + SLICE_S:
+            slices.append((now, duration))
+            while slices[0][0] < now - WINDOW_S:
+                slices.popleft()
+        elif duration > slices[-1][1]:
+            slices[-1] = (slices[-1][0], duration)
 
     def value(self, now: float) -> float:
-        while self._slices and self._slices[0][0] < now - WINDOW_S:
-            self._slices.popleft()
-        return max((longest for _, longest in self._slices), default=0.0)
+        # A copy, made at once: a deque must not change while Python code goes through it.
+        return max((longest for start, longest in tuple(self._slices) if start >= now - WINDOW_S), default=0.0)

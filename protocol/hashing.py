@@ -18,6 +18,7 @@ HASH_BYTES = 16
 _SPAN_BYTES = 4096
 
 
+@lru_cache(256)
 def root(salt: str = "", adapter: str | None = None) -> bytes:
     """Start of the chain. Lengths are hashed too, so (salt, adapter) pairs cannot run together."""
     digest = blake2b(digest_size=HASH_BYTES, person=b"sluicegate-root")

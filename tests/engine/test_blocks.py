@@ -34,13 +34,11 @@ def test_blocks_go_out_once_and_come_back():
 def test_a_shared_block_is_free_when_its_last_holder_lets_go():
     blocks, _ = pool(2)
     (block,) = blocks.allocate(1)
-    blocks.acquire([block])
+    assert blocks.acquire([block], leaving=1)
     blocks.release([block])
     assert blocks.num_available == 1
-    assert not blocks.count_idle([block])
     blocks.release([block])
     assert blocks.num_available == 2
-    assert blocks.count_idle([block])
 
 
 def test_kept_blocks_are_cached_and_the_tail_of_a_sequence_is_evicted_first():
@@ -64,7 +62,7 @@ def test_a_cached_block_that_is_acquired_cannot_be_evicted():
     for block in held:
         blocks.keep(block)
     blocks.release(held)
-    blocks.acquire([held[1]])
+    assert blocks.acquire([held[1]], leaving=1)
     assert blocks.num_available == 1
     assert blocks.allocate(1) == [held[0]]
     assert evicted == [held[0]]
@@ -100,3 +98,32 @@ def test_releasing_once_too_often_is_found():
     blocks.release(held)
     with pytest.raises(AssertionError, match="once too often"):
         blocks.release(held)
+
+
+def test_nothing_is_acquired_where_too_few_would_be_left():
+    blocks, _ = pool(4)
+    held = blocks.allocate(2)
+    for block in held:
+        blocks.keep(block)
+    blocks.release(held)
+    assert not blocks.acquire(held, leaving=3)
+    assert (blocks.num_available, blocks.num_cached) == (4, 2)
+    assert blocks.acquire(held, leaving=2)
+    assert (blocks.num_available, blocks.num_cached) == (2, 0)
+    assert blocks.acquire(held, leaving=2)  # whom somebody holds take nothing from what is available
+    blocks.check([held, held])
+
+
+def test_the_longest_released_goes_first_whoever_held_it_in_between():
+    blocks, evicted = pool(3)
+    held = blocks.allocate(3)
+    for block in held:
+        blocks.keep(block)
+        blocks.release([block])
+    blocks.acquire(held[:2], leaving=0)
+    blocks.release(held[:1])
+    assert blocks.allocate(2) == [held[2], held[0]]
+    blocks.release(held[1:2])
+    assert blocks.allocate(1) == [held[1]]
+    assert evicted == [held[2], held[0], held[1]]
+    blocks.check([held])

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ListenError as error:
         return _give_up(parent, str(error), EXIT_FAILED)
     try:
+        _prepare_profiles(config.profile_dir)
         with contextlib.closing(_Loading(parent, alone=config.parent_pipe is None)) as progress:
             runner = backends.create(_with_folder(config, progress))
             resolved = engine.load(runner, progress)
@@ -88,6 +90,21 @@ def _with_folder(config: EngineConfig, progress: Progress) -> EngineConfig:
     progress("checking the model", 0, 0)
     require_servable(folder, config)
     return config.model_copy(update={"model": str(folder)})
+
+
+def _prepare_profiles(folder: Path | None) -> None:
+    """Make the folder for profiles. Raises LoadError when nothing can be written there."""
+    if folder is None:
+        return
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # its default would end the process until there is a runner to ask
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise LoadError(
+            f"--profile-dir {folder}: {error.strerror}. Name a folder in which the engine may write."
+        ) from error
 
 
 def _give_up(parent: Parent, reason: str, status: int) -> int:

@@ -143,6 +143,9 @@ class EngineConfig(Settings):
         None, description="Folder of the public keys of the gateways that may connect; required with a key pair."
     )
     step_log: Path | None = Field(None, description="File for the times at which steps are sent, as JSON lines.")
+    profile_dir: Path | None = Field(
+        None, description="Folder for profiles: SIGUSR2 then records the next 64 steps into a Chrome trace."
+    )
     fake_num_blocks: int = Field(4096, ge=1, description="fake backend: size of the block pool.")
     fake_step_ms: float = Field(0.0, ge=0, description="fake backend: least time of a step.")
     fake_token_us: float = Field(0.0, ge=0, description="fake backend: time added by each token computed in a step.")

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import secrets
+import signal
 import socket as sockets
 import threading
 import time
@@ -53,6 +54,9 @@ LINGER_MS = 500
 
 #: A step loop that is still there this long after the drain's deadline is given up.
 DRAIN_GRACE_S = 5.0
+
+#: Other signals with a handler have nothing to do with sockets.
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 #: The longest ipc path that fits sockaddr_un with its terminating zero.
 MAX_IPC_PATH = 107
@@ -97,8 +101,8 @@ class _Stop:
 class Server:
     """Answers gateways from construction on; work is taken once `serve` was called.
 
-    `status` is read for Beats. `wakeup` is a descriptor that gets a byte for every SIGTERM or
-    SIGINT (`signal.set_wakeup_fd`): the first drains, the second ends the process at once.
+    `status` is read for Beats. `wakeup` is a descriptor that gets a byte, its number, for every signal
+    (`signal.set_wakeup_fd`): the first SIGTERM or SIGINT drains, the second ends the process at once.
     """
 
     def __init__(
@@ -250,7 +254,9 @@ class Server:
 
     def _on_signal(self) -> None:
         assert self._wakeup is not None
-        for _ in os.read(self._wakeup, 64):
+        for number in os.read(self._wakeup, 64):
+            if number not in _STOPS:
+                continue
             if self._give_up_at is not None or self.phase is Phase.LOADING:
                 log.warning("engine_stopped", extra={"phase": self.phase})
                 os._exit(1 if self._give_up_at is not None else 0)

@@ -55,7 +55,7 @@ _Request = TypeVar("_Request", CompletionRequest, ChatRequest)
 _MAX_TOKENS = 16
 
 #: Whoever closes an LLM waits for nothing; and its steps have all the prompts they can, since nobody reads a stream.
-_ALWAYS = {"drain_timeout": 0, "max_num_prefill_tokens": 2**31}
+_ALWAYS = ("--drain-timeout=0", f"--max-num-prefill-tokens={2**31}")
 
 
 #: What to do about an option of vLLM's that there is no support for.
@@ -120,6 +120,7 @@ class LLM:
         device: str = "auto",
         threads: int | None = None,
         load_format: str = "auto",
+        profile_dir: str | os.PathLike[str] | None = None,
         trust_remote_code: bool = False,
         cache_dir: str | os.PathLike[str] | None = None,
         config: str | os.PathLike[str] | None = None,
@@ -148,14 +149,13 @@ class LLM:
             device=device,
             threads=threads,
             load_format=load_format,
+            profile_dir=profile_dir,
             cache_dir=cache_dir,
             config=config,
             log_level=log_level,
-            **_ALWAYS,
         )
-        self._seed, self._numbers = seed, count()
-        folder, progress = Path(cache_dir or default_cache_dir()), ProgressBar(wanted=use_tqdm_on_load)
-        self._engine = OfflineEngine(flags, folder, progress)
+        self._seed, self._numbers, folder = seed, count(), Path(cache_dir or default_cache_dir())
+        self._engine = OfflineEngine(flags, folder, ProgressBar(wanted=use_tqdm_on_load))
         self._finalizer = weakref.finalize(self, self._engine.close)  # also when it is forgotten, or Python ends
 
     def close(self) -> None:
@@ -368,8 +368,8 @@ def _refuse(name: str, value: object, harmless: tuple[object, ...]) -> None:
 
 
 def _flags(**options: object) -> list[str]:
-    """Options as words of the engine's command line, without those that are None."""
-    words = []
+    """Options as words of the engine's command line, without those that are None; and what is always said."""
+    words = list(_ALWAYS)
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):

@@ -39,7 +39,8 @@ class BackendError(LoadError):
 
 
 def create(config: EngineConfig) -> Runner:
-    """The runner that `config.backend` names, not loaded yet.
+    """The runner that `config.backend` names, not loaded yet. With a `profile_dir` it can be profiled, by signals to
+    this process, whose main thread makes it.
 
     Raises BackendError, and LoadError where the choice hangs on a model that is not there.
     """
@@ -52,7 +53,15 @@ def create(config: EngineConfig) -> Runner:
         make: Callable[[EngineConfig], Runner] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise BackendError(f"--backend {name} ({known[name]}) cannot be imported: {error}.") from error
-    return make(config)
+    runner = make(config)
+    return runner if config.profile_dir is None else _profiled(runner, config.profile_dir)
+
+
+def _profiled(runner: Runner, folder: Path) -> Runner:
+    profile = importlib.import_module("engine.device.profile")  # on use: it imports torch
+    profiled: Runner = profile.ProfiledRunner(runner, folder)
+    profile.listen(profiled)
+    return profiled
 
 
 def _automatic(model: str | None) -> str:

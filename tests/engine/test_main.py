@@ -169,6 +169,11 @@ def test_a_step_that_hangs_is_seen_in_beats(start_engine: StartEngine, context: 
         (("--backend=fake", "--block-size=20"), 2, "--block-size: Input should be a multiple of 16"),
         (("--backend=fake", "--curve-secret-key-file=x"), 2, "go together"),
         (("--backend=fake", f"--served-model-name={'m' * 513}"), 2, "at most 512 characters, got 513"),
+        (
+            ("--backend=fake", "--profile-dir=/dev/null/x"),
+            2,
+            "--profile-dir /dev/null/x: Not a directory. Name a folder in which the engine may write.",
+        ),
         (("--backend=fake", "--max-num-sequences=3"), 2, "did you mean --max-num-seqs?"),
         pytest.param(  # imports torch
             ("--backend=torch_runner", "--model=/nowhere"), 2, "/nowhere is not a directory", marks=pytest.mark.slow
@@ -180,6 +185,22 @@ def test_what_stops_it_from_starting(start_engine: StartEngine, flags: tuple[str
     assert engine.wait(timeout_s=30.0) == status
     assert text in engine.output()
     assert "Traceback" not in engine.output()
+
+
+@pytest.mark.parametrize("is_profiled", [False, True])
+def test_a_signal_for_a_profile_ends_an_engine_that_makes_none(
+    start_engine: StartEngine, is_profiled: bool, tmp_path: Path
+):
+    """With a folder for it an engine that still loads goes on."""
+    flags = (f"--profile-dir={tmp_path}",) if is_profiled else ()
+    engine = start_engine("--backend=fake", "--fake-load-s=1.0", *flags)
+    engine.wait_for_output("engine_loading")
+    engine.signal(signal.SIGUSR2)
+    if is_profiled:
+        engine.wait_for_output("engine_serving")
+        assert engine.terminate() == 0
+    else:
+        assert engine.wait() == -signal.SIGUSR2
 
 
 BROKEN = """

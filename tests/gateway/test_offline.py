@@ -241,6 +241,7 @@ def test_values_out_of_range_name_the_prompt_and_the_field(llm: LLM) -> None:
     [
         ("fake", {"backend": "fake", "max_num_seqs": -1}, "--max-num-seqs: .* greater than or equal to 1"),
         ("fake", {"backend": "nonesuch"}, "--backend must be one of"),
+        ("fake", {"backend": "fake", "profile_dir": Path("/dev/null/x")}, "--profile-dir /dev/null/x: Not a directory"),
         ("/nowhere", {}, "/nowhere is not a directory"),
         ("no/model", {"tensor_parallel_size": 2}, "--tensor-parallel-size 2: an engine runs a model on one device"),
     ],

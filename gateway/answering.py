@@ -76,11 +76,11 @@ async def _streamed(request: Request, generation: Generation, reply: Reply, meas
             measure.streamed(delta)
             await writer.drain()
             if events := await _events(reply, delta):
-                writer.write(events)
+                writer.write_body(events)
 
         try:
             if delta is None:
-                writer.write(KEEP_ALIVE)
+                writer.write_body(KEEP_ALIVE)
             else:
                 await send(delta)
             if reply.echoes_logprobs:
@@ -88,12 +88,12 @@ async def _streamed(request: Request, generation: Generation, reply: Reply, meas
                     await send(later)
             else:
                 await generation.pour(EventOutlet(reply, measure, writer))
-            writer.write(reply.last_events())
+            writer.write_body(reply.last_events())
         except GatewayError as error:
-            writer.write(_failed(request, error))
+            writer.write_body(_failed(request, error))
         except Exception:
             log.exception("stream_crashed", extra={"request_id": request.state.request_id})
-            writer.write(_failed(request, errors.INTERNAL))
+            writer.write_body(_failed(request, errors.INTERNAL))
 
     def end() -> None:
         generation.abort()

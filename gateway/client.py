@@ -28,8 +28,8 @@ class Writer(Protocol):
     def write_paused(self) -> bool:
         """Whether the client reads too slowly: it is time to wait."""
 
-    def write(self, piece: bytes) -> None:
-        """To a client that has left it goes nowhere."""
+    def write_body(self, piece: bytes, before: bytes = b"", after: bytes = b"") -> None:
+        """`before`, `piece` and `after` as one piece. To a client that has left it goes nowhere."""
 
     async def drain(self) -> None:
         """Returns when writing is not paused."""

@@ -89,6 +89,11 @@ class _Stream:
     credited: bool
     waiting_tokens: int  # prompt ids that count against the grant until it is admitted
     receiver: Receiver | None = None
+    push: Push | None = None  # the receiver's
+
+    def answers_to(self, receiver: Receiver | None) -> None:
+        self.receiver = receiver
+        self.push = None if receiver is None else receiver.push
 
 
 @dataclass(slots=True)
@@ -195,7 +200,7 @@ class Connection:
         assert not self.closed
         frame = encode(message)
         stream = self._streams[message.handle]
-        stream.receiver = receiver
+        stream.answers_to(receiver)
         self.submitted_since_beat += 1
         self._send_encoded(frame)
 
@@ -203,7 +208,7 @@ class Connection:
         """Its receiver hears nothing more; the handle stays taken until the terminal frame."""
         stream = self._streams.get(handle)
         if stream is not None:
-            stream.receiver = None
+            stream.answers_to(None)
             self._send(Abort(handle, reason))
 
     async def fetch_bundle(self, sha256: str) -> bytes:
@@ -277,8 +282,8 @@ class Connection:
         for handle, first, num_ids in zip(step.handles, step.firsts, step.counts, strict=True):
             stream = streams.get(handle) or self._stream(handle)
             end = start + num_ids
-            if (receiver := stream.receiver) is not None:
-                receiver.push(first, ids, rows, start, end)
+            if (push := stream.push) is not None:
+                push(first, ids, rows, start, end)
             start = end
             if end - paused_at >= _SLICE_TOKENS:
                 paused_at = end
@@ -294,12 +299,13 @@ class Connection:
 
     def _on_finished(self, message: Finished) -> None:
         stream = self._stream(message.handle)
-        receiver, stream.receiver = stream.receiver, None
+        receiver = stream.receiver
+        stream.answers_to(None)
         if receiver is not None:
             try:
                 receiver.finished(message)
             except Gap:
-                stream.receiver = receiver  # it goes on elsewhere
+                stream.answers_to(receiver)  # it goes on elsewhere
                 raise
         self._forget(message.handle, stream)
 

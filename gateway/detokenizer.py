@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from array import array
+from collections.abc import Mapping
 
 from gateway.tokenizer import Tokenizer
 
@@ -23,15 +24,20 @@ class Detokenizer:
     no UTF-8 become U+FFFD; an answer that ends inside a character ends in one U+FFFD.
     """
 
-    __slots__ = ("_bytes", "_from_prompt", "_in_character", "_texts", "_utf8")
+    __slots__ = ("_bytes", "_from_prompt", "_in_character", "_json", "_texts", "_utf8")
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: array[int], skip_special_tokens: bool) -> None:
         self._bytes = tokenizer.token_bytes(skip_special_tokens=skip_special_tokens)
         self._texts = tokenizer.token_texts(skip_special_tokens=skip_special_tokens)
+        self._json = tokenizer.token_json(skip_special_tokens=skip_special_tokens)
         self._utf8 = _utf8_decoder("replace")
         self._utf8.decode(b"".join(self._bytes[token] for token in prompt_ids[-_CUT_TOKENS:]))
         #: The cut character at the prompt's end has got no byte from the answer yet.
         self._from_prompt = self._in_character = self._utf8.getstate()[0] != b""
+
+    @property
+    def next_json(self) -> Mapping[int, bytes | None] | None:
+        return None if self._in_character else self._json
 
     def push(self, token_id: int) -> str:
         """The text that became whole with this token, often its own."""

@@ -14,7 +14,10 @@ class Outlet(Protocol):
     """The way to a client, as `Generation.pour` sees it."""
 
     def put(self, choice: Choice) -> bool:
-        """Take what is unread of a choice; False, and nothing taken, while the client reads too slowly."""
+        """Take what is unread of a choice; False, and nothing taken, while the client reads too slowly.
+
+        May open a tap of the choice (`Choice.open_tap`), which is shut when `pour` ends.
+        """
 
     async def drain(self) -> None:
         """Returns when `put` will take something."""
@@ -66,21 +69,25 @@ class Generation:
         `put` is called by whoever brings a token, and no task wakes for it. Where nothing is taken deltas
         merge. Raises as `next`, and what `put` raises.
         """
-        while True:
-            while self._mailbox:
-                choice = self._mailbox[0]
-                if not outlet.put(choice):
-                    await outlet.drain()
-                    continue
-                self._mailbox.popleft()
-                choice.in_mailbox = False
-                self._num_unfinished -= choice.finished
-            if not self._num_unfinished:
-                return
-            if self._error is not None:
-                raise self._error
-            self._outlet = outlet
-            await self._news()
+        try:
+            while True:
+                while self._mailbox:
+                    choice = self._mailbox[0]
+                    if not outlet.put(choice):
+                        await outlet.drain()
+                        continue
+                    self._mailbox.popleft()
+                    choice.in_mailbox = False
+                    self._num_unfinished -= choice.finished
+                if not self._num_unfinished:
+                    return
+                if self._error is not None:
+                    raise self._error
+                self._outlet = outlet
+                await self._news()
+        finally:
+            for choice in self.choices:
+                choice.shut_tap()
 
     async def _news(self) -> None:
         """Returns when there is something to read, or nothing will be."""

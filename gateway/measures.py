@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 
 from prometheus_client import Counter, Histogram
 
@@ -12,7 +11,7 @@ from gateway.generation import Generation
 from gateway.stream import Delta, GenerationRequest
 from protocol.messages import FinishReason
 from protocol.metrics import Instruments
-from protocol.tally import Tally
+from protocol.tally import Stopwatch, Tally
 
 
 class Measures:
@@ -67,7 +66,7 @@ def _bind(instruments: Instruments, model: str) -> _ModelMeasures:
 
 
 class RequestMeasure:
-    """One request: `streamed`, `delivered` or `ended` for its deltas, then `finish`.
+    """One request: `streamed` or `ended` for its deltas, or laps of `gaps`, then `finish`.
 
     Times are of `time.perf_counter`.
     """
@@ -80,16 +79,15 @@ class RequestMeasure:
         self._generation = generation
         self._arrived = arrived
         self._has_first = False
-        self._delivered_at: list[float | None] = [None] * len(generation.choices)
         self._num_ended = 0
-        #: To be called with the index of a choice of which tokens go to the client now: the first starts its clock. For
-        #: a token there is no cheaper call.
-        self.delivered = partial(model.gaps.lap, self._delivered_at)
+        #: Takes the lap of a choice's stopwatch when tokens of it go to the client, which `streamed` does by itself.
+        self.gaps = model.gaps
+        self.stopwatches = [Stopwatch() for _ in generation.choices]
 
     def streamed(self, delta: Delta) -> None:
         """A delta that goes to the client now."""
         if delta.ids:
-            self.delivered(delta.index)
+            self.gaps.lap(self.stopwatches[delta.index])
             self._begun()
         if delta.finish_reason is not None:
             self.ended(delta)

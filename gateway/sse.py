@@ -67,7 +67,7 @@ class _KeepAlive:
 
     def _write(self) -> None:
         if not self._writer.write_paused:
-            self._writer.write(KEEP_ALIVE)
+            self._writer.write_body(KEEP_ALIVE)
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._write)
 
     def cancel(self) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,9 +32,23 @@ from protocol.sampling import SamplingParams
 class TextDecoder(Protocol):
     """Ids of one choice to text, never half a code point. `gateway.detokenizer.Detokenizer` is one."""
 
+    @property
+    def next_json(self) -> Mapping[int, bytes | None] | None:
+        """By id, the text that `push` would return now, as JSON: where that is known without it, and not empty.
+
+        It holds on while no other ids come. No mapping while a character is begun.
+        """
+
     def push(self, token_id: int) -> str: ...
 
     def finish(self) -> str: ...
+
+
+class Tap(Protocol):
+    """The way of a choice's text straight to its client."""
+
+    def put(self, json: bytes) -> bool:
+        """Take the text of a token, as JSON; False, and nothing taken, while the client reads too slowly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +133,10 @@ class Choice:
         "_generation",
         "_has_stops",
         "_matcher",
+        "_next_json",
         "_stop_ids",
         "_stop_reason",
+        "_tap",
         "_unread_from",
         "_unread_rows",
         "_unread_text",
@@ -167,6 +183,9 @@ class Choice:
         self._unread_rows = no_rows(sampling)
         self._finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
+        #: Open while nothing is unread and no character is begun: most tokens need no more than to be passed on.
+        self._tap: Tap | None = None
+        self._next_json: Mapping[int, bytes | None] = {}
 
     # --- fed by the carrier ----------------------------------------------------------------------
 
@@ -215,6 +234,8 @@ class Choice:
         """
         if self.ended:
             return
+        if end is None:
+            end = len(ids)
         generated_ids, unread_rows = self.generated_ids, self._unread_rows
         known = len(generated_ids)
         if first > known:
@@ -222,7 +243,14 @@ class Choice:
         if not known:
             self._begin()
         try:
-            for at in range(start + known - first, len(ids) if end is None else end):
+            if (tap := self._tap) is not None:
+                if first == known and end == start + 1 and (token := ids[start]) not in self._stop_ids:
+                    json = self._next_json[token]
+                    if json is not None and tap.put(json):
+                        generated_ids.append(token)
+                        return
+                self.shut_tap()
+            for at in range(start + known - first, end):
                 token = ids[at]
                 generated_ids.append(token)
                 if unread_rows is not None:
@@ -301,6 +329,7 @@ class Choice:
 
     def _let_go(self) -> ChoiceOwner:
         """Forget who it had to do with, so that who forgets it frees it, and not a pause of the garbage collector."""
+        self.shut_tap()
         generation = self._generation
         del self._generation
         self._carrier = None
@@ -318,6 +347,16 @@ class Choice:
     def _leave(self, reason: AbortReason) -> None:
         if self._carrier is not None:
             self._carrier.leave(reason)
+
+    def open_tap(self, tap: Tap) -> None:
+        """All was taken: from now on tokens whose text alone is to tell go straight to `tap`, until one is another."""
+        if not self._has_stops and (next_json := self._decoder.next_json) is not None:
+            self._tap, self._next_json = tap, next_json
+
+    def shut_tap(self) -> None:
+        if self._tap is not None:
+            self._tap = None
+            self._unread_from = len(self.generated_ids)
 
     def take_text(self) -> str:
         """The unread text, for who needs no more of a delta; not the last of a choice."""

@@ -73,6 +73,8 @@ class Tokenizer:
         self._visible_bytes = _TokenBytes(self._backend, self.special_ids)
         self._texts = _TokenTexts(self._bytes)
         self._visible_texts = _TokenTexts(self._visible_bytes)
+        self._json = _TokenJson(self._texts)
+        self._visible_json = _TokenJson(self._visible_texts)
 
     def token_id(self, text: str) -> int | None:
         """The id of the token that is exactly `text`, if there is one."""
@@ -95,6 +97,10 @@ class Tokenizer:
     def token_texts(self, *, skip_special_tokens: bool) -> Mapping[int, str | None]:
         """`token_bytes` as text; None for those that are no whole characters."""
         return self._visible_texts if skip_special_tokens else self._texts
+
+    def token_json(self, *, skip_special_tokens: bool) -> Mapping[int, bytes | None]:
+        """`token_texts` as JSON strings; None also for those without text."""
+        return self._visible_json if skip_special_tokens else self._json
 
     async def encode(self, text: str, *, add_special_tokens: bool, most: int) -> array[int]:
         """Prompt ids (u32). A rendered chat is encoded without special tokens: its template wrote them.
@@ -180,6 +186,19 @@ class _TokenTexts(dict[int, str | None]):
             text = None
         self[token] = text
         return text
+
+
+class _TokenJson(dict[int, bytes | None]):
+    """Filled as ids are seen, like the texts it is made from."""
+
+    def __init__(self, token_texts: Mapping[int, str | None]) -> None:
+        super().__init__()
+        self._texts = token_texts
+
+    def __missing__(self, token: int) -> bytes | None:
+        value = orjson.dumps(text) if (text := self._texts[token]) else None
+        self[token] = value
+        return value
 
 
 def _byte_alphabet() -> dict[str, int]:

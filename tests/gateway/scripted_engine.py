@@ -235,11 +235,17 @@ def with_grants(beat: EngineBeat, serving: Serving) -> EngineBeat:
     return replace(beat, grant_requests=serving.grant_requests, grant_tokens=serving.grant_tokens)
 
 
+class _LetterJson(dict[int, bytes | None]):
+    def __missing__(self, token_id: int) -> bytes | None:
+        return None if token_id == UNDECODABLE else b'"%c"' % (ord("a") + token_id % 26)
+
+
 class Letters:
     """A decoder of token i to the letter number i modulo 26; UNDECODABLE is none."""
 
     def __init__(self, prompt_ids: array[int]) -> None:
         self.prompt_ids = prompt_ids
+        self.next_json = _LetterJson()
 
     def push(self, token_id: int) -> str:
         if token_id == UNDECODABLE:

@@ -176,8 +176,8 @@ class SendWriter:
     def write_paused(self) -> bool:
         return self._sending is not None
 
-    def write(self, piece: bytes) -> None:
-        self._pieces.append(piece)
+    def write_body(self, piece: bytes, before: bytes = b"", after: bytes = b"") -> None:
+        self._pieces.append(before + piece + after)
         if self._sending is None:
             self._sending = asyncio.create_task(self._send_all())
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +44,27 @@ def test_tokens_one_by_one_give_the_text(text: str) -> None:
     out = pieces(BYTE_LEVEL, encode(BYTE_LEVEL, text))
     assert "".join(out) == text
     assert all("\ufffd" not in piece or "\ufffd" in text for piece in out)
+
+
+@given(st.binary(max_size=12), st.binary(max_size=3), st.booleans())
+def test_the_json_that_is_next_is_that_of_the_text(raw: bytes, prompt: bytes, skip_special_tokens: bool) -> None:
+    detokenizer = Detokenizer(BYTE_LEVEL, u32(byte_ids(prompt)), skip_special_tokens)
+    for token in [*byte_ids(raw), 256, 9999]:
+        known = None if detokenizer.next_json is None else detokenizer.next_json[token]
+        text = detokenizer.push(token)
+        if known is not None:
+            assert orjson.loads(known) == text != ""
+            assert detokenizer.next_json is not None
+
+
+def test_it_is_known_of_whole_characters_and_not_of_hidden_tokens() -> None:
+    detokenizer = Detokenizer(BYTE_LEVEL, u32(), skip_special_tokens=True)
+    table = detokenizer.next_json
+    assert table is not None
+    assert [table[token] for token in [*byte_ids(b'a"\xc3'), 256]] == [b'"a"', b'"\\""', None, None]
+    for byte, is_begun in ((0xC3, True), (0xA9, False)):
+        detokenizer.push(*byte_ids(bytes([byte])))
+        assert (detokenizer.next_json is None) == is_begun
 
 
 @given(st.text(st.sampled_from("hello wörld é한🌶 "), max_size=20))

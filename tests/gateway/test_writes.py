@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import uvloop
 
-from gateway.writes import BodyWriter, Turn, TurnTransport
+from gateway.writes import Turn, TurnTransport
 
 
 class Wire(asyncio.Transport):
@@ -82,14 +82,13 @@ async def test_other_callbacks_get_their_turn_between_many_writes() -> None:
 
 
 async def test_pieces_are_http_chunks_and_wait_for_a_client_that_does_not_read() -> None:
-    log, _, (transport,) = wires(1)
-    writer = BodyWriter(transport)
-    writer.write(b"data: 1\n\n")
-    writer.write(b"x" * 26)
+    log, _, (writer,) = wires(1)
+    writer.write_body(b"1", b"data: ", b"\n\n")
+    writer.write_body(b"x" * 26)
     await asyncio.sleep(0)
     assert log == [("0", b"9\r\ndata: 1\n\n\r\n1a\r\n" + b"x" * 26 + b"\r\n")]
     writer.is_chunked = False
-    writer.write(b"data: 2\n\n")
+    writer.write_body(b"data: 2\n\n")
     await asyncio.sleep(0)
     assert log[1:] == [("0", b"data: 2\n\n")]
     writer.pause_writing()

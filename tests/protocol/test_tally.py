@@ -7,7 +7,7 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 
-from protocol.tally import TalliedHistogram, Tally
+from protocol.tally import Stopwatch, TalliedHistogram, Tally
 
 BOUNDS = (2**-9, 2**-6, 0.5, 8.0)
 
@@ -33,13 +33,12 @@ def test_a_tally_is_its_observations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _lap(tally: Tally, amount: float, now: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two things began `amount` ago, the first not yet."""
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    times: list[float | None] = [None, now - amount]
-    tally.lap(times, 1)
-    assert times == [None, now]
-    tally.lap(times, 0)
-    assert times == [now, now]
+    """Two laps, `amount` apart."""
+    stopwatch = Stopwatch()
+    for at in (now - amount, now):
+        monkeypatch.setattr(time, "perf_counter", lambda at=at: at)
+        tally.lap(stopwatch)
+    assert stopwatch.at == now
 
 
 def test_a_name_is_taken_once() -> None:

@@ -21,7 +21,9 @@ from tempfile import TemporaryDirectory, TemporaryFile
 
 import orjson
 
+from loadtest import gpu_steps
 from loadtest.gpu_clients import Level
+from loadtest.gpu_steps import Steps
 from loadtest.machine import Hardware, read_code, read_hardware, read_versions
 from loadtest.servers import Pair, TrialError
 from loadtest.shapes import SHAPES, write_folder
@@ -43,6 +45,15 @@ class HttpLevel:
 
 
 @dataclass(frozen=True, slots=True)
+class Recording:
+    """Decode steps of a shape to be profiled: so many streams, after prompts of so many tokens."""
+
+    shape: str
+    streams: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What to run. `offline` names a shape and its measures, in `gpu_offline`'s words; `fastest` those that are
     made again with kernels of which a row's bits may depend on the batch.
@@ -53,6 +64,7 @@ class Plan:
     http: Sequence[HttpLevel]
     repeats: int
     device: str
+    recording: Recording | None = None
 
 
 LLAMA = (
@@ -67,6 +79,8 @@ FULL = Plan(
     http=(HttpLevel(64, 1, 512), HttpLevel(256, 2, 1024)),
     repeats=3,
     device="cuda",
+    # Up to 80 tokens more when the last prompt is computed: contexts of some 1,024.
+    recording=Recording("llama8b", 64, 960),
 )
 
 #: Where a measure's median goes in the results, by the first word of its name.
@@ -82,8 +96,8 @@ _PLACES: dict[str, Callable[[str], tuple[str, ...]]] = {
 
 @dataclass(slots=True)
 class Report:
-    """`results` are medians by name, nested; `values` all measurements by dotted name; `failures` the error of each
-    part that did not come to its end.
+    """`results` are medians by name, nested; `values` all measurements by dotted name; `steps` what was recorded, by
+    shape and streams; `failures` the error of each part that did not come to its end.
     """
 
     command: list[str]
@@ -94,6 +108,7 @@ class Report:
     versions: Mapping[str, str]
     results: dict[str, object] = field(default_factory=dict)
     values: dict[str, list[float]] = field(default_factory=dict)
+    steps: dict[str, Steps] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     wall_s: float = 0.0
 
@@ -131,6 +146,10 @@ def measure(
             tell(f"{shape}: {' '.join(measures)}")
             with _failing_alone(shape, report, tell):
                 _offline(plan, shape, measures, Path(folder), report, tell)
+            keep(report)
+        if plan.recording is not None:
+            with _failing_alone("idle", report, tell):
+                asyncio.run(_record(plan.recording, plan.device, Path(folder), report, tell))
             keep(report)
         if plan.http:
             with _failing_alone("http", report, tell):
@@ -209,6 +228,28 @@ def _lines_of_child(module: str, *arguments: str) -> Iterator[bytes]:
             errors.seek(0)
             text = errors.read().decode(errors="replace")
             raise TrialError(f"{module} {' '.join(arguments)}:\n{text[-2000:]}")
+
+
+async def _record(recording: Recording, device: str, folder: Path, report: Report, tell: Callable[[str], None]) -> None:
+    """How long the device waits while streams decode, and for what: from a trace of the engine behind a gateway."""
+    shape, streams, model, traces = (
+        SHAPES[recording.shape],
+        recording.streams,
+        folder / recording.shape,
+        folder / "steps",
+    )
+    write_folder(shape, model)
+    tell(f"{recording.shape}: a profile of steps of {streams} streams")
+
+    def body(number: int) -> bytes:
+        return gpu_steps.request(str(model), shape.vocab - 1, recording.prompt_tokens, number)
+
+    flags = (str(model), f"--device={device}", "--load-format=dummy", f"--profile-dir={traces}")
+    async with Pair(flags, start_timeout_s=_START_TIMEOUT_S) as pair:
+        steps = gpu_steps.read(await gpu_steps.record(pair, body, streams, traces))
+    report.steps[f"{recording.shape}.{streams}"] = steps
+    report.add((recording.shape, "idle_percent", str(streams)), [steps.idle_percent])
+    tell(f"  {steps.num_steps} steps of {steps.step_us:,.0f} us, {steps.idle_percent:.3g} % idle")
 
 
 async def _serve(plan: Plan, folder: Path, report: Report, tell: Callable[[str], None]) -> None:

@@ -12,6 +12,9 @@ from loadtest.shapes import SHAPES, Shape
 #: One H200, measured: 4.3 GB copied, read and write counted, and 8192³ in bfloat16.
 BANDWIDTH, FLOPS = 4.24e12, 781e12
 
+#: Of a profile: kernels and gaps, and characters of a kernel's name.
+_MOST_ROWS, _NAME_LENGTH = 20, 80
+
 CONTEXT = 1024  # tokens of a sequence whose decode step is measured, on average
 
 
@@ -39,6 +42,7 @@ TARGETS = (
     Target("llama8b.ttft_ms.32768", None, 1200.0, 1000.0),
     Target("llama8b.offline_tok_s", 10_079, 11_000, 12_000, is_time=False),
     Target("qwen06b.offline_tok_s", 21_691, 26_000, 30_000, is_time=False),
+    Target("llama8b.idle_percent.64", None, 3.0, 3.0),
     Target("qwen06b.decode_ms.1", 2.27, 0.9, 0.7),
     Target("qwen06b.decode_ms.64", 3.77, 2.9, 2.6),
     Target("http.tok_s.64", 8_134, 9_000, 9_500, is_time=False),
@@ -94,6 +98,32 @@ def table(report: Report) -> str:
     gpus = ", ".join(report.hardware.gpus) or "no GPU"
     lines += ["", f"{gpus}; {versions}. {report.wall_s:g} s in all. Commit {commit}."]
     return "\n".join(lines) + "\n"
+
+
+def profiles(report: Report) -> str:
+    """For each recording of steps its kernels and the gaps between them, the longest; empty without any."""
+    lines: list[str] = []
+    for name, steps in report.steps.items():
+        shape, _, streams = name.partition(".")
+        lines += [
+            f"\n## {shape}, {streams} streams\n",
+            f"{steps.num_steps} steps in a row, {steps.step_us:,.0f} µs each as profiled, {steps.idle_percent:.3g} % "
+            "of it without a kernel. Kernels may overlap.\n",
+            "| kernel or copy | in a step | µs a step |",
+            "|---|---:|---:|",
+        ]
+        lines += [f"| {_code(each.name)} | {each.count:g} | {each.us:.1f} |" for each in steps.kernels[:_MOST_ROWS]]
+        lines += ["\n| no kernel after | before | in a step | µs a step |", "|---|---|---:|---:|"]
+        lines += [
+            f"| {_code(each.after)} | {_code(each.before)} | {each.count:g} | {each.us:.1f} |"
+            for each in steps.gaps[:_MOST_ROWS]
+        ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _code(name: str) -> str:
+    """A kernel's name, as long as a table bears."""
+    return "`" + name[:_NAME_LENGTH].replace("|", "/") + "`"
 
 
 def _rows(report: Report) -> Iterator[str]:

@@ -156,7 +156,8 @@ def gpu(arguments: Sequence[str]) -> int:
     _show(table)
     if options.output is not None:
         plot = gpu_report.draw(report, options.output.with_suffix(".png"))
-        options.output.with_suffix(".md").write_text(f"{table}\n![{plot.stem}]({plot.name})\n")
+        text = f"{table}\n![{plot.stem}]({plot.name})\n{gpu_report.profiles(report)}"
+        options.output.with_suffix(".md").write_text(text)
     return 1 if report.failures else 0
 
 

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from loadtest import gpu, gpu_report
-from loadtest.gpu import HttpLevel, Plan, Report, measure
+from loadtest.gpu import HttpLevel, Plan, Recording, Report, measure
+from loadtest.gpu_steps import Gap, Kernel, Steps
 from loadtest.machine import read_hardware
 from loadtest.servers import TrialError
 from loadtest.shapes import SHAPES, write_folder, write_weights
@@ -87,6 +88,21 @@ def test_a_table_says_what_is_missed(report: Report, tmp_path: Path) -> None:
     assert report.results["llama8b"] == {"decode_ms": {"1": 4.39}, "prefill_tok_s": {"1x8192": 35_000.0}}
 
 
+def test_profiles_have_the_longest_kernels_and_gaps(report: Report) -> None:
+    kernels = [Kernel("_products" * 20, 4.0, 250.25), *(Kernel(f"k{number}", 0.5, 1.0) for number in range(30))]
+    report.steps["llama8b.64"] = Steps(64, 6401.5, 0.3125, kernels, [Gap("a|b", "c", 1.0, 20.04)])
+    lines = gpu_report.profiles(report).splitlines()
+    assert lines[1] == "## llama8b, 64 streams"
+    assert lines[3].startswith("64 steps in a row, 6,402 µs each as profiled, 0.312 % of it without a kernel.")
+    assert lines[7] == f"| `{('_products' * 20)[:80]}` | 4 | 250.2 |"
+    assert [line for line in lines if line.startswith("| `k")] == [
+        f"| `k{number}` | 0.5 | 1.0 |" for number in range(19)
+    ]
+    assert lines[-1] == "| `a/b` | `c` | 1 | 20.0 |"
+    report.add(("llama8b", "idle_percent", "64"), [0.3125])
+    assert "| llama8b.idle_percent.64 | – | 3 | 3 | – | 0.312 | – | – |" in gpu_report.table(report)
+
+
 def test_a_part_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """And keeps what it measured before."""
 
@@ -132,17 +148,34 @@ def test_a_child_that_fails_says_why() -> None:
 @pytest.mark.timeout(300)  # three starts, one of which compiles
 def test_a_small_run(tmp_path: Path) -> None:
     http = (HttpLevel(2, 1, 4),)
-    plan = Plan(offline={"tiny": MEASURES}, fastest={"tiny": MEASURES[:2]}, http=http, repeats=2, device="cpu")
+    recording = Recording("tiny", 2, 32)
+    plan = Plan(
+        *({"tiny": MEASURES}, {"tiny": MEASURES[:2]}, http),
+        repeats=2,
+        device="cpu",
+        recording=recording,
+    )
     told: list[str] = []
     report = measure(plan, ["python"], told.append)
     names = {"tiny.load_s", "tiny.decode_ms.2", "tiny.prefill_tok_s.2x64", "tiny.ttft_ms.64", "tiny.ttft_ms.64_hit"}
     names |= {"http.tok_s.2", "http.itl_p99_ms.2", "http.ttft_p50_ms.2", "startup_s.cold", "startup_s.warm"}
-    names |= {"fastest.tiny.load_s", "fastest.tiny.decode_ms.2", "fastest.tiny.prefill_tok_s.2x64"}
+    names |= {
+        "tiny.idle_percent.2",
+        "fastest.tiny.load_s",
+        "fastest.tiny.decode_ms.2",
+        "fastest.tiny.prefill_tok_s.2x64",
+    }
     costs = {"reproducible_cost.2", "reproducible_cost.prefill"}
     assert set(report.values) == names | costs
     times = [name for name in names if "decode_ms" not in name]  # a difference, on a busy machine even below 0
     assert all(value > 0 for name in times for value in report.values[name])
     assert len(report.values["tiny.decode_ms.2"]) == len(report.values["http.tok_s.2"]) == 2
-    assert len(told) == 4 + len(MEASURES) + 2 + 4  # each measure, load_s, and the level's rate; measures made again
+    # Each measure, load_s, and the level's rate; the profile; measures made again.
+    assert len(told) == 4 + len(MEASURES) + 2 + 2 + 4
+    steps = report.steps["tiny.2"]
+    assert steps.num_steps == 64
+    assert [(kernel.name, kernel.count) for kernel in steps.kernels] == [("step", 1.0)]
+    assert steps.kernels[0].us < steps.step_us < 1e6
+    assert steps.idle_percent < 100
     assert report.failures == {}
     assert gpu_report.draw(report, tmp_path / "roofline.png").stat().st_size > 10_000

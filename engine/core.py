@@ -11,13 +11,16 @@ from collections import deque
 from collections.abc import Callable
 
 from engine.config import Resolved
-from engine.events import Delivery, to_messages
+from engine.events import Delivery, Event, to_messages
 from engine.inbox import Aborted, Drain, Inbox, OwnerLost, Submitted
 from engine.metrics import EngineMetrics
 from engine.plan import Runner, StepPlan
 from engine.scheduler import Scheduler
 from engine.status import LongestStep, Status
 from protocol.messages import ErrorCode
+
+#: With nothing to compute, the threads that carry the last tokens out have the interpreter to themselves for so long.
+_QUIET_S = 0.0005
 
 
 class EngineCore:
@@ -37,6 +40,7 @@ class EngineCore:
         self._deliver = deliver
         self._metrics = metrics
         self._in_flight: deque[tuple[StepPlan, float]] = deque()  # with the time of launch
+        self._unobserved: tuple[StepPlan, float, float, list[Event]] | None = None  # the last step to be committed
         self._longest = LongestStep()
         self._last_commit = 0.0
         self._busy_since: float | None = None
@@ -64,40 +68,59 @@ class EngineCore:
                 continue
             if self._draining:
                 return
+            self._inbox.wait(_QUIET_S)
+            self.tidy()
             self._inbox.wait()
 
     def step(self) -> bool:
         """One turn; False when no request is left and nothing will be to do before something arrives."""
         now = time.monotonic()
         self._drain_inbox(now)
-        self.scheduler.expire(now)
+        scheduler = self.scheduler
+        scheduler.expire(now)
         if now >= self._drain_deadline:
-            self.scheduler.fail_all(ErrorCode.DRAINING, "The engine shuts down.")
-        plan = self.scheduler.schedule(now) if len(self._in_flight) < self._runner.max_in_flight else None
+            scheduler.fail_all(ErrorCode.DRAINING, "The engine shuts down.")
+        plan = None
+        if scheduler.has_requests and len(self._in_flight) < self._runner.max_in_flight:
+            plan = scheduler.schedule(now)
         if plan is not None:
             if not self._in_flight:
                 self._busy_since = now
             self._in_flight.append((plan, now))
             self._runner.launch(plan)
+            self._observe()  # now that the device has work
         # What a commit frees may let others enter, so a turn that collects is never the last.
         busy = bool(self._in_flight)
         if busy and (plan is None or len(self._in_flight) == self._runner.max_in_flight):
             self._collect()
-        elif events := self.scheduler.take_events():
-            self._deliver(to_messages(self.scheduler.num_steps, events, None))
+        elif events := scheduler.take_events():
+            self._deliver(to_messages(scheduler.num_steps, events, None))
             self._metrics.observe_events(events, now)
-        assert busy or not self.scheduler.has_requests, "there are requests, and nothing runs"
+        assert busy or not scheduler.has_requests, "there are requests, and nothing runs"
         return busy
+
+    def tidy(self) -> None:
+        """Do what the last step left for when nobody waits for tokens: free what it held, measure it."""
+        self.scheduler.reclaim()
+        self._observe()
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and pass on what it made."""
+        self._observe()
         result = self._runner.collect()
         plan, launched = self._in_flight.popleft()
         now = time.monotonic()
         self._busy_since = now if self._in_flight else None
         events = self.scheduler.commit(plan, result)
-        # First of all: the I/O thread wakes while the rest is done.
         self._deliver(to_messages(plan.step, events, result))
+        self._unobserved = plan, launched, now, events
+
+    def _observe(self) -> None:
+        """Measure the step that was committed last. Not at once: its tokens, and the next step, would wait for it."""
+        if self._unobserved is None:
+            return
+        plan, launched, now, events = self._unobserved
+        self._unobserved = None
         # With two in flight a step begins on the device when the one before is done.
         self._longest.add(now, now - max(launched, self._last_commit))
         self._last_commit = now

@@ -150,7 +150,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute before another step commits."""
-        self._reclaim()
+        self.reclaim()
         budget = self._max_num_batched_tokens
         chosen: list[tuple[Request, PlanEntry]] = []
         preemptions = self.counts.preemptions
@@ -188,6 +188,13 @@ class Scheduler:
         self._in_flight.append(chosen)
         # Of a list: each tuple grown from a generator leaves one more in CPython's free lists, up to 2,000 a length.
         return StepPlan(self._num_planned, tuple(entered), tuple([entry for _, entry in chosen]))
+
+    def reclaim(self) -> None:
+        """Vacate what committed steps no longer hold. Not as they commit: their tokens go out first."""
+        if self._leaving:
+            for request in [request for request in self._leaving if not request.in_flight]:
+                self._leaving.remove(request)
+                self._vacate(request)
 
     def _entry(self, request: Request, count: int) -> PlanEntry:
         """Plan the next `count` positions; the token after them is sampled if they are the last there are."""
@@ -356,13 +363,6 @@ class Scheduler:
             self._leaving.append(request)
         else:
             self._vacate(request)
-
-    def _reclaim(self) -> None:
-        """Vacate what committed steps no longer hold. Not as they commit: their tokens go out first."""
-        if self._leaving:
-            for request in [request for request in self._leaving if not request.in_flight]:
-                self._leaving.remove(request)
-                self._vacate(request)
 
     def _vacate(self, request: Request) -> None:
         """No planned step holds it any more: free its slot and blocks; a preempted one waits again."""

@@ -32,6 +32,7 @@ class Loop:
     def settle(self) -> None:
         while self.core.step():
             pass
+        self.core.tidy()
 
     def finished(self) -> list[Finished]:
         return [message for _, message in self.delivered if isinstance(message, Finished)]
@@ -100,6 +101,7 @@ def test_status_shows_the_moment():
     assert loop.core.status.free_blocks == 64
     loop.submit(submit(1, b"x" * 20, max_tokens=3))
     loop.core.step()
+    loop.core.tidy()
     status = loop.core.status
     assert (status.step, status.running, status.waiting, status.free_blocks) == (1, 1, 0, 62)
     assert 0.005 <= status.longest_step_s < 1
@@ -164,6 +166,7 @@ def test_metrics_show_totals_gauges_and_histograms():
     loop.submit(submit(2, b"x" * 40, max_tokens=30))
     for _ in range(3):
         loop.core.step()
+    loop.core.tidy()
     text = loop.metrics.exposition(loop.core.status).decode()
     assert loop.metrics.exposition(loop.core.status).decode().count("\n") == text.count(
         "\n"

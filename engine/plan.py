@@ -136,13 +136,14 @@ class Runner(Protocol):
     """A backend: owns the weights, the KV tensors and the sampler of one model.
 
     One thread calls it. `launch` starts a step and may return before it is done; at most
-    `max_in_flight` steps are launched and not collected. `collect` waits for the oldest one.
+    `max_in_flight` steps, which may change, are launched and not collected. `collect` waits for the oldest one.
     A step k+1 may be launched while k runs; an entry one id short takes its last id from the
     device. Both raise only when the device is lost: the process then exits. `load` raises
     LoadError for what another try would not change.
     """
 
-    max_in_flight: int
+    @property
+    def max_in_flight(self) -> int: ...
 
     def load(self, progress: Progress) -> ModelInfo: ...
 

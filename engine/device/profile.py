@@ -39,7 +39,6 @@ class ProfiledRunner:
     """
 
     def __init__(self, runner: Runner, folder: Path) -> None:
-        self.max_in_flight = runner.max_in_flight
         self._runner = runner
         self._folder = folder
         self._asked = False
@@ -48,10 +47,12 @@ class ProfiledRunner:
         self._in_flight = 0
         self._idle_since = 0.0
 
+    @property
+    def max_in_flight(self) -> int:
+        return 1 if self._asked or self._launched == NUM_STEPS else self._runner.max_in_flight
+
     def load(self, progress: Progress) -> ModelInfo:
-        info = self._runner.load(progress)
-        self.max_in_flight = 1 if self._asked else self._runner.max_in_flight
-        return info
+        return self._runner.load(progress)
 
     def launch(self, plan: StepPlan) -> None:
         self._in_flight += 1  # first of all: `end_if_idle` may come between any two lines
@@ -59,8 +60,6 @@ class ProfiledRunner:
             self._begin(plan.step)
         if self._recording is not None:
             self._launched += 1
-            if self._launched == NUM_STEPS:
-                self.max_in_flight = 1
         self._runner.launch(plan)
 
     def collect(self) -> StepResult:
@@ -88,7 +87,6 @@ class ProfiledRunner:
             log.warning("profile_ignored", extra={"reason": "steps are being recorded already"})
             return
         self._asked = True
-        self.max_in_flight = 1
 
     def end_if_idle(self) -> bool:
         """End a recording that gets no more steps. False where none is wanted or under way."""
@@ -99,28 +97,26 @@ class ProfiledRunner:
     # ------------------------------------------------------------------------------------------------
 
     def _begin(self, step: int) -> None:
-        self._asked = False
-        self.max_in_flight = self._runner.max_in_flight
         # A GPU's kernels alone: noting operators as well would slow the host down, and leave the device waiting.
         # `torch.profiler`, a layer above, imports a compiler when it begins: two seconds in which no token comes.
         on_gpu = torch.cuda.is_initialized()
-        recording = profile(use_cpu=not on_gpu, use_device="cuda" if on_gpu else None, use_kineto=True)
         try:
+            recording = profile(use_cpu=not on_gpu, use_device="cuda" if on_gpu else None, use_kineto=True)
             recording.__enter__()
         except RuntimeError as error:
             log.error("profile_failed", extra={"reason": str(error)})
-            return
-        self._first, self._launched, self._collected = step, 0, 0
-        self._recording = recording
-        log.info("profile_begun", extra={"first_step": step})
+        else:
+            self._first, self._recording = step, recording
+            log.info("profile_begun", extra={"first_step": step})
+        self._asked = False
 
     def _end(self) -> None:
         """Write what was recorded, if anything is."""
         recording, self._recording = self._recording, None
         if recording is None:
             return
-        self.max_in_flight = self._runner.max_in_flight
-        steps, self._collected = self._collected, 0
+        steps = self._collected
+        self._launched = self._collected = 0
         began = time.monotonic()
         path = self._folder / f"steps-{self._first}-{self._first + max(1, steps) - 1}.json.gz"
         try:

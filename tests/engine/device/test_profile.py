@@ -155,6 +155,28 @@ def test_what_cannot_be_written_disturbs_no_request(tmp_path: Path, caplog: pyte
     assert "No such file or directory" in vars(record)["reason"]
 
 
+def test_a_profiler_that_does_not_start_disturbs_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And may be asked again."""
+
+    def busy(**_: object) -> None:
+        raise RuntimeError("another profiler runs")
+
+    loop = Loop(tmp_path, fake_depth=2)
+    loop.runner.ask()
+    loop.submit(submit(1, max_tokens=5))
+    with monkeypatch.context() as patched:
+        patched.setattr(profile, "profile", busy)
+        loop.settle()
+    assert [vars(record)["reason"] for record in caplog.records] == ["another profiler runs"]
+    assert (len(loop.tokens(1)), loop.runner.max_in_flight) == (5, 2)
+    loop.runner.ask()
+    loop.submit(submit(2, max_tokens=NUM_STEPS))
+    loop.settle()
+    assert [path.name for path in tmp_path.iterdir()] == [f"steps-6-{NUM_STEPS + 5}.json.gz"]
+
+
 @pytest.fixture
 def peer_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     with zmq.Context() as made:
@@ -190,6 +212,24 @@ def test_a_signal_to_a_real_engine(
     assert 0 < told["idle_percent"] < 100
     assert any(event["name"].startswith("aten::") for event in events)
     assert steps_of(path) == list(range(lines[0]["first_step"], lines[0]["first_step"] + NUM_STEPS))
+
+
+@pytest.mark.slow
+def test_an_engine_that_goes_idle_writes_what_it_has(
+    start_engine: StartEngine, peer_context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
+) -> None:
+    """After five seconds; and it wakes for the next request as ever."""
+    engine = start_engine("--backend=fake", f"--profile-dir={tmp_path}")
+    with Peer(peer_context, engine.address) as peer:
+        peer.greet()
+        engine.signal(signal.SIGUSR2)
+        peer.say(submit(1, max_tokens=7))
+        peer.finish(1)
+        engine.wait_for_output("profile_written")
+        peer.say(submit(2, max_tokens=7))
+        peer.finish(2)
+    assert engine.terminate() == 0
+    assert steps_of(tmp_path / "steps-1-7.json.gz") == list(range(1, 8))
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -82,14 +83,25 @@ class OfflineEngine:
         if self._failure is not None:
             work.close()
             raise EngineError(self._failure)
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        # A queue in C: `run_coroutine_threadsafe`, its two futures and their callbacks take 0.15 ms more.
+        ended: SimpleQueue[asyncio.Task[_T]] = SimpleQueue()
+        begun: list[asyncio.Task[_T]] = []
+
+        def begin() -> None:
+            begun.append(self._loop.create_task(work))
+            begun[0].add_done_callback(ended.put)
+
+        self._loop.call_soon_threadsafe(begin)
         try:
-            return future.result()
-        except concurrent.futures.CancelledError:
-            raise EngineError(self._reason) from None
+            task = ended.get()
         except BaseException:
-            future.cancel()
+            with contextlib.suppress(RuntimeError):  # the loop has ended already
+                self._loop.call_soon_threadsafe(lambda: begun[0].cancel())
             raise
+        try:
+            return task.result()
+        except asyncio.CancelledError:
+            raise EngineError(self._reason) from None
 
     def close(self) -> None:
         """End the engine; it is gone on return. Harmless when it has ended."""

@@ -43,15 +43,17 @@ def read(header: Mapping[str, object], keys: tuple[Key, ...]) -> dict[str, Any]:
     """The checked values of `keys`. Raises Unfit naming the key."""
     values: dict[str, Any] = {}
     for name, check, default in keys:
-        if name in header:
+        if name not in header:
+            if default is REQUIRED:
+                raise Unfit(f"{name} is missing")
+            values[name] = default
+        elif (value := header[name]) is default and value is not None:
+            values[name] = value  # the same small number, flag or empty string: half of a Submit's
+        else:
             try:
-                values[name] = check(header[name])
+                values[name] = check(value)
             except Unfit as error:
                 raise Unfit(f"{name} {error}") from None
-        elif default is REQUIRED:
-            raise Unfit(f"{name} is missing")
-        else:
-            values[name] = default
     return values
 
 

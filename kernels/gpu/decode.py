@@ -2,7 +2,8 @@
 
 A sequence's splits are spread over programs, each of which keeps its partial results in memory; the
 last one to arrive merges them left to right. Where there are rows enough to fill the device, one
-program walks all splits instead. Both give the bits of `prefill`.
+program walks all splits instead. Few rows are all latency: their keys are asked for before the projection is there.
+All give the bits of `prefill`.
 """
 
 from __future__ import annotations
@@ -14,37 +15,48 @@ import torch
 from torch import Tensor
 
 from kernels._triton import tl, triton
+from kernels.gpu.early import before_query, early_split, load_query
 from kernels.gpu.launch import Limits, begin, limits, wait
-from kernels.gpu.pool import slot_offset, stored
-from kernels.gpu.rope import rotated
 from kernels.gpu.splits import merge_parts, one_split, walk_splits
 
 if TYPE_CHECKING:
     from kernels.attention import HeadNorms
     from kernels.kv_cache import KVScales
 
-#: Programs a multiprocessor should have before one walks all splits.
+#: Programs that a multiprocessor has at once, about.
 _PROGRAMS_PER_SM = 4
+
+#: KV heads of rows, a multiprocessor, up to which splits are spread, and over how many programs unless rows are few.
+_HEADS_TO_SPREAD, _PROGRAMS = 3, 8
 
 #: Bytes of shared memory beside a whole split, also for the programs of the next kernel.
 _SPARE = 64 * 1024
 
 
 @triton.jit
-def load_query(
-    heads_ptr,
-    rope_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
+def parts_of(row, kv_head, max_splits, HQ: tl.constexpr, HKV: tl.constexpr):
+    """The row's first part of a KV head, and the parts of all."""
+    first = (row * HKV + kv_head) * max_splits * (HQ // HKV)
+    return first, tl.num_programs(1).to(tl.int64) * max_splits * HQ
+
+
+@triton.jit
+def keep_splits(
+    q,
+    query,
     k_cache_ptr,
     v_cache_ptr,
     table_ptr,
     position,
+    first_split,
+    num_splits,
     kv_head,
-    key_scale,
-    value_scale,
-    eps,
-    has_newest,
+    row,
+    scale,
+    cap,
+    parts_ptr,
+    outs_ptr,
+    max_splits,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -52,29 +64,85 @@ def load_query(
     ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    EARLY: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
     NORMED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """The group's queries [ROWS, BLOCK_D], normed and turned. `has_newest`: ours is the split with the new token, which
-    is written. Its key is the row after the queries, to be read and turned with them, and nobody's query."""
+    """Compute this program's splits of the row, and leave them in memory. With EARLY nobody has waited yet."""
     GROUP: tl.constexpr = HQ // HKV
-    r = tl.arange(0, ROWS)[:, None]
-    d = tl.arange(0, BLOCK_D)
-    d_inside = (d < D)[None, :]
-    head = tl.where(r < GROUP, kv_head * GROUP + r, HQ + kv_head)
-    P: tl.constexpr = k_cache_ptr.dtype.element_ty
-    TREE: tl.constexpr = heads_ptr.dtype.element_ty != P or (D != 128 and D != 256)
-    turned = rotated(
-        *(heads_ptr + head * D, (r <= GROUP) & d_inside, d, rope_ptr, position + r * 0),
-        *(tl.where(r < GROUP, q_norm_ptr, k_norm_ptr), eps, D, ROTARY, NORMED, TREE),
-    )
-    value = tl.load(heads_ptr + (HQ + HKV + kv_head) * D + d, mask=d < D)
-    if has_newest:
-        slot = slot_offset(table_ptr, position, kv_head, HKV, D, BLOCK_SIZE, position >= 0)
-        key_ptrs = k_cache_ptr + slot + r * 0 + d[None, :]
-        tl.store(key_ptrs, stored(turned, key_scale, P), mask=(r == GROUP) & d_inside)
-        tl.store(v_cache_ptr + slot + d, stored(value, value_scale, P), mask=d < D)
-        tl.debug_barrier()
-    return turned
+    r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)[None, :]
+    inside = (r < GROUP)[:, None] & (d < D)
+    program, num_programs = tl.program_id(2), tl.num_programs(2)
+    first_part, plane = parts_of(row, kv_head, max_splits, HQ, HKV)
+    for index in range(program, num_splits, num_programs):
+        split = (first_split + index) * SPLIT
+        if EARLY:
+            q, top, total, out = early_split(
+                *(q, query, index == program, k_cache_ptr, v_cache_ptr, table_ptr, position, split, kv_head),
+                *(scale, cap, HQ, HKV, D, BLOCK_D, ROTARY, BLOCK_SIZE, ROWS, WINDOW, CAPPED, TILE, SPLIT, NORMED, PDL),
+            )
+        else:
+            top, total, out = one_split(
+                *(q, k_cache_ptr, v_cache_ptr, table_ptr, position, split, position + 1, kv_head),
+                *(scale, cap, HKV, D, BLOCK_D, BLOCK_SIZE, ROWS, WINDOW, CAPPED, TILE, SPLIT),
+            )
+        part = first_part + index * GROUP + r
+        tl.store(parts_ptr + part, top, mask=r < GROUP)
+        tl.store(parts_ptr + plane + part, total, mask=r < GROUP)
+        tl.store(outs_ptr + part[:, None] * D + d, out, mask=inside)
+
+
+@triton.jit
+def store_row(
+    out,
+    out_ptr,
+    row,
+    kv_head,
+    value_scale,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Heads of the row, out [ROWS, BLOCK_D], in their type."""
+    GROUP: tl.constexpr = HQ // HKV
+    r, d = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    out_ptrs = out_ptr + (row * HQ + kv_head * GROUP + r) * D + d
+    tl.store(out_ptrs, (out * value_scale).to(out_ptr.dtype.element_ty), mask=(r < GROUP) & (d < D))
+
+
+@triton.jit
+def arrive(
+    parts_ptr,
+    outs_ptr,
+    arrivals_ptr,
+    out_ptr,
+    max_splits,
+    num_splits,
+    kv_head,
+    row,
+    unit,
+    value_scale,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The last of a row's programs merges and stores it."""
+    tl.debug_barrier()
+    counter = arrivals_ptr + row * HKV + kv_head
+    arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    if arrived == tl.minimum(tl.num_programs(2), num_splits) - 1:
+        tl.store(counter, 0)
+        first_part, plane = parts_of(row, kv_head, max_splits, HQ, HKV)
+        out = merge_parts(parts_ptr, outs_ptr, plane, first_part, num_splits, unit, HQ // HKV, D, BLOCK_D, ROWS)
+        store_row(out, out_ptr, row, kv_head, value_scale, HQ, HKV, D, BLOCK_D, ROWS)
 
 
 @triton.jit(do_not_specialize=["max_blocks", "max_splits"])
@@ -110,6 +178,7 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     WALK: tl.constexpr,
+    EARLY: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     NORMED: tl.constexpr,
@@ -126,114 +195,67 @@ def decode_kernel(
     if program >= num_splits:
         return
     table_ptr = block_tables_ptr + tl.load(seq_index_ptr + row).to(tl.int64) * max_blocks
-    wait(PDL)
-    q = load_query(
+    query = before_query(
         *(qkv_ptr + row * qkv_stride, rope_ptr, q_norm_ptr, k_norm_ptr, k_cache_ptr, v_cache_ptr, table_ptr),
         *(position, kv_head, key_scale, value_scale, eps, (num_splits - 1) % num_programs == program),
         *(HQ, HKV, D, BLOCK_D, ROTARY, BLOCK_SIZE, ROWS, NORMED),
     )
-    keep_row(
-        *(q, k_cache_ptr, v_cache_ptr, table_ptr, length, first_split, num_splits, kv_head, row, scale, cap),
-        *(value_scale, parts_ptr, outs_ptr, arrivals_ptr, out_ptr, max_splits, tl.num_programs(1)),
-        *(HQ, HKV, D, BLOCK_D, BLOCK_SIZE, ROWS, WINDOW, CAPPED, WALK, TILE, SPLIT),
-    )
-
-
-@triton.jit
-def keep_row(
-    q,
-    k_cache_ptr,
-    v_cache_ptr,
-    table_ptr,
-    length,
-    first_split,
-    num_splits,
-    kv_head,
-    row,
-    scale,
-    cap,
-    value_scale,
-    parts_ptr,
-    outs_ptr,
-    arrivals_ptr,
-    out_ptr,
-    max_splits,
-    num_rows,
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WALK: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """Compute and store the row's heads, or this program's splits of them, and all if it is the last to arrive."""
-    GROUP: tl.constexpr = HQ // HKV
-    r, d = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    inside = (r < GROUP) & (d < D)
-    out_ptrs = out_ptr + (row * HQ + kv_head * GROUP + r) * D + d
-    T: tl.constexpr = out_ptr.dtype.element_ty
+    q = tl.zeros((ROWS, BLOCK_D), qkv_ptr.dtype.element_ty)
+    if not EARLY:
+        wait(PDL)
+        q = load_query(*query, HQ, HKV, D, BLOCK_D, ROTARY, ROWS, NORMED)
+        tl.debug_barrier()  # what it wrote is read
     if WALK:
         out = walk_splits(
             *(q, k_cache_ptr, v_cache_ptr, table_ptr, length, first_split, kv_head, scale, cap),
             *(HKV, D, BLOCK_D, BLOCK_SIZE, ROWS, WINDOW, CAPPED, TILE, SPLIT),
         )
-        tl.store(out_ptrs, (out * value_scale).to(T), mask=inside)
+        store_row(out, out_ptr, row, kv_head, value_scale, HQ, HKV, D, BLOCK_D, ROWS)
     else:
-        program, num_programs = tl.program_id(2), tl.num_programs(2)
-        first_part = (row * HKV + kv_head) * max_splits * GROUP
-        plane = num_rows.to(tl.int64) * HKV * max_splits * GROUP
-        g = tl.arange(0, ROWS)
-        for index in range(program, num_splits, num_programs):
-            top, total, out = one_split(
-                *(q, k_cache_ptr, v_cache_ptr, table_ptr, length - 1, (first_split + index) * SPLIT, length),
-                *(kv_head, scale, cap),
-                *(HKV, D, BLOCK_D, BLOCK_SIZE, ROWS, WINDOW, CAPPED, TILE, SPLIT),
-            )
-            part = first_part + index * GROUP + g
-            tl.store(parts_ptr + part, top, mask=g < GROUP)
-            tl.store(parts_ptr + plane + part, total, mask=g < GROUP)
-            tl.store(outs_ptr + part[:, None] * D + d, out, mask=inside)
-        tl.debug_barrier()
-        counter = arrivals_ptr + row * HKV + kv_head
-        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-        if arrived == tl.minimum(num_programs, num_splits) - 1:
-            tl.store(counter, 0)
-            unit = 1.0 if CAPPED else scale
-            out = merge_parts(parts_ptr, outs_ptr, plane, first_part, num_splits, unit, GROUP, D, BLOCK_D, ROWS)
-            tl.store(out_ptrs, (out * value_scale).to(T), mask=inside)
+        keep_splits(
+            *(q, query, k_cache_ptr, v_cache_ptr, table_ptr, position, first_split, num_splits, kv_head, row),
+            *(scale, cap, parts_ptr, outs_ptr, max_splits),
+            *(HQ, HKV, D, BLOCK_D, ROTARY, BLOCK_SIZE, ROWS, WINDOW, CAPPED, EARLY, TILE, SPLIT, NORMED, PDL),
+        )
+        arrive(
+            *(parts_ptr, outs_ptr, arrivals_ptr, out_ptr, max_splits, num_splits, kv_head, row),
+            *(1.0 if CAPPED else scale, value_scale, HQ, HKV, D, BLOCK_D, ROWS),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How the splits of a row are shared out: over `programs` of them, or all walked by one (1)."""
+    """How the splits of a row are shared out: over `programs` of them, or all walked by one (1). With `early` keys are
+    asked for before the kernel before has ended, which takes registers and shared memory from it."""
 
     programs: int
     warps: int
     stages: int
+    early: bool = False
 
 
 def choose_spread(num_rows: int, num_kv_heads: int, max_splits: int, *, limit: Limits, split_bytes: int) -> Spread:
-    """Free to choose: all give the same bits. Warps and stages were tuned inside whole steps on an H200. `split_bytes`
-    are those of the keys and values of a split."""
-    programs = min(max_splits, max(1, _PROGRAMS_PER_SM * limit.num_sms // (num_rows * num_kv_heads)))
-    if programs == 1:
-        return Spread(1, warps=2, stages=3)
-    if num_rows <= 4:  # two stages a tile, whose addresses are loaded too: one row has all tiles of a split under way
-        whole = num_rows == 1 and split_bytes <= limit.shared_memory - _SPARE
-        return Spread(programs, warps=2, stages=9 if whole else 5)
-    return Spread(programs, warps=4, stages=3)
+    """Free to choose: all give the same bits. Tuned inside layers of two models on an H200. `split_bytes` are those of
+    the keys and values of a split."""
+    heads, num_sms = num_rows * num_kv_heads, limit.num_sms
+    # A tile has two stages, since its addresses are loaded too: five have two tiles under way, nine a whole split.
+    if heads > _HEADS_TO_SPREAD * num_sms or max_splits == 1:
+        deep = heads <= _PROGRAMS_PER_SM * num_sms and 3 * split_bytes // 2 <= limit.shared_memory
+        return Spread(1, warps=2, stages=5 if deep else 3)
+    if 2 * heads > num_sms:
+        return Spread(min(max_splits, _PROGRAMS), warps=2, stages=3)
+    programs = min(max_splits, _PROGRAMS_PER_SM * num_sms // heads)
+    if 4 * heads > num_sms:
+        return Spread(programs, warps=4, stages=3, early=True)
+    whole = 8 * heads <= num_sms and split_bytes <= limit.shared_memory - _SPARE
+    return Spread(programs, warps=8, stages=9 if whole else 5, early=True)
 
 
 def scratch_bytes(
     num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int, context_length: int, split: int, limit: Limits
 ) -> int:
     """The most that `attend_rows` takes for parts: with more rows one program walks all splits."""
-    rows = min(max_rows, _PROGRAMS_PER_SM * limit.num_sms // num_kv_heads)
+    rows = min(max_rows, _HEADS_TO_SPREAD * limit.num_sms // num_kv_heads)
     return rows * num_heads * triton.cdiv(context_length, split) * (head_dim + 2) * 4
 
 
@@ -294,6 +316,7 @@ def attend_rows(
         WINDOW=window,
         CAPPED=cap > 0,
         WALK=spread.programs == 1,
+        EARLY=spread.early,
         TILE=tile,
         SPLIT=split,
         NORMED=norms is not None,

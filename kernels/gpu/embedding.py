@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from kernels._triton import tl, triton
-from kernels.gpu.launch import begin, limits, wait
+from kernels.gpu.launch import begin, limits
 
 
 @triton.jit
 def embed_kernel(ids_ptr, last_ids_ptr, weight_ptr, y_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A step's first kernel. It begins when all before it is done (no `launch_pdl`), so that those after it may read
+    before they wait what the host and earlier steps have written."""
     begin(PDL)
-    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     token = tl.load(ids_ptr + row)
@@ -36,6 +37,6 @@ def embed_ahead(ids: Tensor, last_ids: Tensor, weight: Tensor, dtype: torch.dtyp
         BLOCK=triton.next_power_of_2(y.shape[1]),
         PDL=limit.dependent,
         num_warps=4,
-        **limit.options,
+        enable_fp_fusion=False,
     )
     return y

@@ -56,15 +56,14 @@ def key_tile(
     """k [BLOCK_D, TILE] and v [TILE, BLOCK_D] of the positions n. Values from `length` on are 0, keys anything;
     with WHOLE all positions are below `length`.
     """
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, BLOCK_D)[None, :]
     n_inside = n >= 0 if WHOLE else n < length
-    offset = slot_offset(table_ptr, n, kv_head, HKV, D, BLOCK_SIZE, n_inside)
-    k_ptrs = k_cache_ptr + offset[None, :] + d[:, None]
-    v_ptrs = v_cache_ptr + offset[:, None] + d[None, :]
+    # Keys are turned after they are loaded: both tiles then have the same addresses, and these are computed once.
+    offset = slot_offset(table_ptr, n, kv_head, HKV, D, BLOCK_SIZE, n_inside)[:, None] + d
     if BLOCK_D == D:
-        k = tl.load(k_ptrs)
-        v = tl.load(v_ptrs) if WHOLE else tl.load(v_ptrs, mask=n_inside[:, None], other=0.0)
+        k = tl.load(k_cache_ptr + offset)
+        v = tl.load(v_cache_ptr + offset) if WHOLE else tl.load(v_cache_ptr + offset, mask=n_inside[:, None], other=0.0)
     else:
-        k = tl.load(k_ptrs, mask=(d < D)[:, None], other=0.0)
-        v = tl.load(v_ptrs, mask=n_inside[:, None] & (d < D)[None, :], other=0.0)
-    return k, v
+        k = tl.load(k_cache_ptr + offset, mask=d < D, other=0.0)
+        v = tl.load(v_cache_ptr + offset, mask=n_inside[:, None] & (d < D), other=0.0)
+    return tl.trans(k), v

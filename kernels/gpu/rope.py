@@ -39,41 +39,60 @@ def summed(x, TREE: tl.constexpr):
 
 
 @triton.jit
-def rotated(
-    pointers,
+def turning(
     inside,
     d,
     table_ptr,
     position,
     norm_ptrs,
+    ROTARY: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """What `rotated` needs beside the heads, and no kernel writes: cosines and sines [R, BLOCK_D] of `position` [R, 1],
+    and with NORMED the weights of elements and of their partners.
+
+    `table_ptr` is float32 [num_positions, ROTARY]: cosines, then sines. `inside` masks [R, BLOCK_D].
+    """
+    HALF: tl.constexpr = ROTARY // 2
+    turned = d < ROTARY
+    angle = position * ROTARY + (d % HALF)[None, :]
+    cosine = tl.load(table_ptr + angle, mask=inside & turned[None, :], other=1.0)
+    sine = tl.load(table_ptr + angle + HALF, mask=inside & turned[None, :], other=0.0)
+    if NORMED:
+        partner = tl.where(turned, (d + HALF) % ROTARY, d)
+        weight = tl.load(norm_ptrs + d[None, :], mask=inside, other=0.0)
+        partner_weight = tl.load(norm_ptrs + partner[None, :], mask=inside, other=0.0)
+        return cosine, sine, weight, partner_weight
+    else:
+        return cosine, sine
+
+
+@triton.jit
+def rotated(
+    pointers,
+    inside,
+    d,
+    turn,
     eps,
     D: tl.constexpr,
     ROTARY: tl.constexpr,
     NORMED: tl.constexpr,
     TREE: tl.constexpr,
 ):
-    """Heads [R, BLOCK_D] at `pointers` [R, 1] turned by `position` [R, 1], computed in float32, rounded to their type.
-
-    `table_ptr` is float32 [num_positions, ROTARY]: cosines, then sines. `inside` masks [R, BLOCK_D]. NORMED: heads are
-    normed first, by the weights at `norm_ptrs` [R, 1], and rounded; TREE is `summed`'s.
+    """Heads [R, BLOCK_D] at `pointers` [R, 1] turned by `turn`, which is `turning`'s, computed in float32, rounded to
+    their type. `inside` masks [R, BLOCK_D]. NORMED: heads are normed first, and rounded; TREE is `summed`'s.
     """
     T: tl.constexpr = pointers.dtype.element_ty
     HALF: tl.constexpr = ROTARY // 2
-    turned = d < ROTARY
-    partner = tl.where(turned, (d + HALF) % ROTARY, d)
-    angle = position * ROTARY + (d % HALF)[None, :]
-    cosine = tl.load(table_ptr + angle, mask=inside & turned[None, :], other=1.0)
-    sine = tl.load(table_ptr + angle + HALF, mask=inside & turned[None, :], other=0.0)
+    partner = tl.where(d < ROTARY, (d + HALF) % ROTARY, d)
     sign = tl.where(d < HALF, -1.0, 1.0)[None, :]
     x = tl.load(pointers + d[None, :], mask=inside, other=0.0).to(tl.float32)
     y = tl.load(pointers + partner[None, :], mask=inside, other=0.0).to(tl.float32)
     if NORMED:
-        x_weight = tl.load(norm_ptrs + d[None, :], mask=inside, other=0.0)
-        y_weight = tl.load(norm_ptrs + partner[None, :], mask=inside, other=0.0)
         scale = tl.rsqrt(tl.fma(summed(x * x, TREE), 1.0 / D, eps))[:, None]
-        x = normed(x, scale, x_weight, T).to(tl.float32)
-        y = normed(y, scale, y_weight, T).to(tl.float32)
-    return tl.fma(x, cosine, (y * sine) * sign).to(T)
+        x = normed(x, scale, turn[2], T).to(tl.float32)
+        y = normed(y, scale, turn[3], T).to(tl.float32)
+    return tl.fma(x, turn[0], (y * turn[1]) * sign).to(T)
 
 
 @triton.jit(do_not_specialize=["first_row", "max_blocks"])
@@ -109,7 +128,6 @@ def rope_write_kernel(
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     position = tl.load(positions_ptr + row)
     seq = tl.load(seq_index_ptr + row).to(tl.int64)
-    wait(PDL)
     if position < 0:
         return
     d = tl.arange(0, BLOCK_D)
@@ -120,10 +138,11 @@ def rope_write_kernel(
     TREE: tl.constexpr = qkv_ptr.dtype.element_ty != P or (D != 128 and D != 256)
     is_key = inside & (head >= HQ) & (head < HQ + HKV)
     is_value = inside & (head >= HQ + HKV)
-    turned = rotated(
-        *(pointers, inside & (head < HQ + HKV), d, table_ptr, position + head * 0),
-        *(tl.where(head < HQ, q_norm_ptr, k_norm_ptr), eps, D, ROTARY, NORMED, TREE),
-    )
+    is_turned = inside & (head < HQ + HKV)
+    norm_ptrs = tl.where(head < HQ, q_norm_ptr, k_norm_ptr)
+    turn = turning(is_turned, d, table_ptr, position + head * 0, norm_ptrs, ROTARY, NORMED)
+    wait(PDL)
+    turned = rotated(pointers, is_turned, d, turn, eps, D, ROTARY, NORMED, TREE)
     value = tl.load(pointers + d[None, :], mask=is_value, other=0.0)
     tl.debug_barrier()  # every element is read as a partner before it is overwritten
     tl.store(pointers + d[None, :], turned, mask=inside & (head < HQ))

@@ -45,6 +45,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.
 
 CLOSE = {torch.float32: 1e-6, torch.float16: 1e-3}
 DTYPES = list(CLOSE)
+SPREADS = (decode.Spread(1, 4, 1), decode.Spread(2, 4, 1), decode.Spread(2, 4, 1, early=True))
 REFERENCES = {Activation.SILU: silu_and_mul_reference, Activation.GELU_TANH: gelu_and_mul_reference}
 
 
@@ -226,7 +227,7 @@ def test_experts(dtype: torch.dtype, rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (100, 0.0), (0, 2.0)])
-@pytest.mark.parametrize("spread", [decode.Spread(1, 4, 1), decode.Spread(2, 4, 1)], ids=["walk", "spread"])
+@pytest.mark.parametrize("spread", SPREADS, ids=["walk", "spread", "early"])
 def test_attention(
     dtype: torch.dtype, window: int, soft_cap: float, spread: decode.Spread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,7 +310,7 @@ def test_attention_after_norms_of_heads(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spread", [decode.Spread(1, 4, 1), decode.Spread(2, 4, 1)], ids=["walk", "spread"])
+@pytest.mark.parametrize("spread", SPREADS, ids=["walk", "spread", "early"])
 def test_attention_to_an_fp8_pool(dtype: torch.dtype, spread: decode.Spread, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a scale of values that cuts the largest of them."""
     monkeypatch.setattr(decode, "choose_spread", lambda *sizes, **options: spread)

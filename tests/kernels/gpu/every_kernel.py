@@ -66,16 +66,17 @@ def launch_experts() -> None:
 
 
 def launch_attention(patch: pytest.MonkeyPatch) -> None:
-    """Of single tokens, walked and spread, and of long and short chunks; to both kinds of pool."""
+    """Of single tokens, walked, spread and early, and of long and short chunks; to both kinds of pool."""
+    spreads = (decode.Spread(1, 2, 3), decode.Spread(2, 2, 3), decode.Spread(2, 4, 3, early=True))
     for dtype, head_dim in ((BF16, 80), (BF16, 128), (torch.float32, 48)):
         case = AttentionCase.draw(
             *(8, 2, head_dim), dtype=dtype, block_size=16, starts=(0, 300, 30, 290), counts=(1, 1, 20, 130)
         )
         norms = kernels.HeadNorms(*_random(2, head_dim, dtype=dtype), 1e-6)
-        for each, programs in itertools.product((case, case.with_fp8(kernels.KVScales(0.02, 0.01))), (1, 2)):
-            patch.setattr(decode, "choose_spread", lambda *a, p=programs, **k: decode.Spread(p, 2, 3))
+        for each, spread in itertools.product((case, case.with_fp8(kernels.KVScales(0.02, 0.01))), spreads):
+            patch.setattr(decode, "choose_spread", lambda *a, spread=spread, **k: spread)
             replace(each.on(DEVICE), norms=norms).run(0, 0.0)
-            each.on(DEVICE).in_items(programs - 1).run(0, 0.0)
+            each.on(DEVICE).in_items(spread.programs - 1).run(0, 0.0)
     case.on(DEVICE).run(100, 2.0)
 
 

@@ -286,7 +286,10 @@ def test_invariance_of_attention(
     wanted = whole.run(0, 0.0)
     for cuts in ((0, 1, 38, 338, 700), (0, 256, 257, 700)):
         assert torch.equal(whole.in_chunks(cuts), wanted)
-    for spread in (decode.Spread(1, 2, 3), decode.Spread(1, 4, 3), decode.Spread(2, 2, 5), decode.Spread(3, 4, 3)):
+    for spread in (
+        *(decode.Spread(1, 2, 3), decode.Spread(1, 4, 5), decode.Spread(2, 2, 5), decode.Spread(3, 4, 3)),
+        *(decode.Spread(2, 4, 3, early=True), decode.Spread(3, 8, 5, early=True)),
+    ):
         monkeypatch.setattr(decode, "choose_spread", lambda *a, spread=spread, **k: spread)
         for at in (0, 63, 64, 255, 256, 300, 511, 512, 640, 699):
             assert torch.equal(whole.row_alone(at), wanted[at : at + 1]), (spread, at)

@@ -1,0 +1,45 @@
+"""How splits of single tokens are shared out. The kernel itself: `test_interpreted`, `test_compile`, `test_on_gpu`."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+from kernels.gpu.decode import Spread, choose_spread, scratch_bytes
+from kernels.gpu.launch import Limits
+
+H200 = Limits(num_sms=132, shared_memory=232_448, dependent=True)
+A100 = Limits(num_sms=108, shared_memory=166_912, dependent=False)
+
+
+def spread_of(num_rows: int, num_kv_heads: int = 8, max_splits: int = 160, limit: Limits = H200) -> Spread:
+    split_bytes = 2 * 256 * 128 * 2
+    return choose_spread(num_rows, num_kv_heads, max_splits, limit=limit, split_bytes=split_bytes)
+
+
+def test_few_rows_ask_early_and_many_walk() -> None:
+    assert spread_of(1) == Spread(66, warps=8, stages=9, early=True)
+    assert spread_of(4) == Spread(16, warps=8, stages=5, early=True)
+    assert spread_of(8) == Spread(8, warps=4, stages=3, early=True)
+    assert spread_of(16) == spread_of(48) == Spread(8, warps=2, stages=3)
+    assert spread_of(64) == Spread(1, warps=2, stages=5)
+    assert spread_of(256) == Spread(1, warps=2, stages=3)
+
+
+def test_a_context_of_one_split_is_walked() -> None:
+    assert spread_of(1, max_splits=1).programs == 1
+
+
+def test_what_does_not_fit_is_not_held() -> None:
+    """Of smaller shared memory, whole splits and three programs with two tiles each."""
+    assert spread_of(1, limit=A100).stages == 5
+    assert spread_of(50, limit=A100) == Spread(1, warps=2, stages=3)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 32])
+def test_parts_fit_into_the_scratch_accounted(num_kv_heads: int) -> None:
+    context, split, head_dim, num_heads = 40_960, 256, 128, 32
+    for num_rows in range(1, 600):
+        if spread_of(num_rows, num_kv_heads).programs > 1:
+            parts = num_rows * num_heads * (context // split) * (head_dim + 2) * 4
+            assert parts <= scratch_bytes(num_heads, num_kv_heads, head_dim, 600, context, split, H200)

@@ -91,10 +91,15 @@ class SamplingParams:
 
         With `vocab_size`, every token id must be below it.
         """
+        # Each request waits for this two or three times: what is plainly right takes no call.
         for name, low, high, exclusive in _FLOAT_RANGES:
-            _check_float(name, getattr(self, name), low, high, low_exclusive=exclusive)
+            value = getattr(self, name)
+            if not (type(value) is float and low < value <= high):
+                _check_float(name, value, low, high, low_exclusive=exclusive)
         for name, low_int, high_int in _INT_RANGES:
-            _check_int(name, getattr(self, name), low_int, high_int)
+            value = getattr(self, name)
+            if not (type(value) is int and low_int <= value <= high_int):
+                _check_int(name, value, low_int, high_int)
         if not isinstance(self.ignore_eos, bool):
             raise SamplingError("ignore_eos", f"ignore_eos must be true or false, got {self.ignore_eos!r}.")
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
@@ -111,10 +116,14 @@ class SamplingParams:
 
     def validate_ids(self, vocab_size: int | None) -> None:
         """The part of `validate` that depends on the vocabulary."""
-        _check_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS, vocab_size)
-        _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_IDS, vocab_size)
-        _check_ids("logit_bias", tuple([token for token, _ in self.logit_bias]), MAX_LOGIT_BIAS, vocab_size)
-        _check_bad_words(self.bad_words, vocab_size)
+        if self.stop_token_ids != ():
+            _check_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS, vocab_size)
+        if self.allowed_token_ids != ():
+            _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_IDS, vocab_size)
+        if self.logit_bias != ():
+            _check_ids("logit_bias", tuple([token for token, _ in self.logit_bias]), MAX_LOGIT_BIAS, vocab_size)
+        if self.bad_words != ():
+            _check_bad_words(self.bad_words, vocab_size)
 
 
 #: (name, lowest, highest, whether the lowest itself is excluded)

@@ -19,10 +19,10 @@ def spread_of(num_rows: int, num_kv_heads: int = 8, max_splits: int = 160, limit
 
 def test_few_rows_ask_early_and_many_walk() -> None:
     assert spread_of(1) == Spread(66, warps=8, stages=9, early=True)
-    assert spread_of(4) == Spread(16, warps=8, stages=5, early=True)
-    assert spread_of(8) == Spread(8, warps=4, stages=3, early=True)
-    assert spread_of(16) == spread_of(48) == Spread(8, warps=2, stages=3)
-    assert spread_of(64) == Spread(1, warps=2, stages=5)
+    assert spread_of(4) == Spread(16, warps=4, stages=5, early=True)
+    assert spread_of(8) == Spread(8, warps=4, stages=5, early=True)
+    assert spread_of(16) == spread_of(32) == Spread(8, warps=2, stages=3)
+    assert spread_of(48) == spread_of(64) == Spread(1, warps=2, stages=5)
     assert spread_of(256) == Spread(1, warps=2, stages=3)
 
 
@@ -32,7 +32,7 @@ def test_a_context_of_one_split_is_walked() -> None:
 
 def test_what_does_not_fit_is_not_held() -> None:
     """Of smaller shared memory, whole splits and three programs with two tiles each."""
-    assert spread_of(1, limit=A100).stages == 5
+    assert spread_of(1, limit=A100) == Spread(54, warps=4, stages=5, early=True)
     assert spread_of(50, limit=A100) == Spread(1, warps=2, stages=3)
 
 

@@ -25,24 +25,26 @@ def refusal(submit: Submit, resolved: Resolved) -> Failure | None:
 
 
 def _unsupported(submit: Submit, resolved: Resolved) -> Failure | None:
-    asked = {
-        "grammar": submit.grammar is not None,
-        "adapter": submit.adapter is not None,
-        "pooling": submit.pooling is not Pooling.NONE,
-        "prompt_logprobs": submit.prompt_logprobs_from >= 0 and not resolved.info.prompt_logprobs,
-    }
-    names = ", ".join(name for name, wanted in asked.items() if wanted)
-    return Failure(ErrorCode.BAD_REQUEST, f"This engine does not support {names}.") if names else None
+    names = []
+    if submit.grammar is not None:
+        names.append("grammar")
+    if submit.adapter is not None:
+        names.append("adapter")
+    if submit.pooling is not Pooling.NONE:
+        names.append("pooling")
+    if submit.prompt_logprobs_from >= 0 and not resolved.info.prompt_logprobs:
+        names.append("prompt_logprobs")
+    return Failure(ErrorCode.BAD_REQUEST, f"This engine does not support {', '.join(names)}.") if names else None
 
 
 def _other_model(submit: Submit, resolved: Resolved) -> Failure | None:
     info = resolved.info
-    for code, name, expected, actual in (
-        (ErrorCode.DIGEST_MISMATCH, "digest", submit.expect_digest, info.digest),
-        (ErrorCode.NUMERICS_MISMATCH, "numerics", submit.expect_numerics, info.numerics),
-    ):
-        if expected and expected != actual:
-            return Failure(code, f"expect_{name} is {expected}; this engine's {name} is {actual}.")
+    if submit.expect_digest not in ("", info.digest):
+        text = f"expect_digest is {submit.expect_digest}; this engine's digest is {info.digest}."
+        return Failure(ErrorCode.DIGEST_MISMATCH, text)
+    if submit.expect_numerics not in ("", info.numerics):
+        text = f"expect_numerics is {submit.expect_numerics}; this engine's numerics is {info.numerics}."
+        return Failure(ErrorCode.NUMERICS_MISMATCH, text)
     return None
 
 

@@ -265,16 +265,20 @@ def _submit_handle(kind: Kind, header: Values) -> int | None:
     return handle if type(handle) is int and 0 <= handle <= U32_MAX else None
 
 
+_ITEM_BYTES = {code: array(code).itemsize for code in (m.U16, m.U32, m.F32)}
+
+
 def _columns(body: memoryview, shapes: Sequence[tuple[str, int]]) -> list[Any]:
     """Arrays of (typecode, length) that fill `body` to the byte; later minors may append more."""
-    need = sum(array(code).itemsize * length for code, length in shapes)
-    if len(body) < need:
-        raise Unfit(f"columns take {need} bytes, the frame has {len(body)}")
+    sizes = [_ITEM_BYTES[code] * length for code, length in shapes]
+    if len(body) < sum(sizes):
+        raise Unfit(f"columns take {sum(sizes)} bytes, the frame has {len(body)}")
     arrays, at = [], 0
-    for code, length in shapes:
+    for (code, _), size in zip(shapes, sizes, strict=True):
         column = array(code)
-        column.frombytes(body[at : at + column.itemsize * length])
-        at += column.itemsize * length
+        if size:
+            column.frombytes(body[at : at + size])
+            at += size
         arrays.append(column)
     return arrays
 

@@ -3,7 +3,7 @@
 On compute capability 9.0 and later a kernel may begin while the one before it still runs. Every kernel here lets its
 successor begin at once (`begin`), and waits (`wait`) before it reads anything that a kernel of the same step writes.
 Before the wait it reads only weights, what the host sent for the step (positions, tiles, items, block tables), and, in
-`decode`, keys and values of earlier steps. What copies and earlier steps wrote is there: a step's first kernel
+`early`, keys and values of earlier steps. What copies and earlier steps wrote is there: a step's first kernel
 (`embedding`) begins when they are done. Measured on an H200 it saves 0.2 ms of a 4.4 ms step.
 
 A product and a sum are one rounding where a kernel says `fma`, and two elsewhere: what the compiler would join depends

@@ -248,7 +248,8 @@ async def _answer_all(
     engine: OfflineEngine, asks: list[_Ask], on_answer: Callable[[], object]
 ) -> tuple[ModelText, list[_Answered]]:
     """As many at a time as the engine takes in; the first that fails ends the others."""
-    serving, text = await engine.serving(), await engine.text()
+    serving = await engine.serving()
+    text = await engine.text(serving)
     answered: dict[int, _Answered] = {}
     left = iter(enumerate(asks))
 

@@ -126,9 +126,9 @@ class OfflineEngine:
             await self._changed.wait()
         raise EngineError(self._failure)
 
-    async def text(self) -> ModelText:
+    async def text(self, serving: Serving) -> ModelText:
         """The model's tokenizer and chat template."""
-        return await self._texts.get(await self.serving())
+        return await self._texts.get(serving)
 
     async def begin(self, request: GenerationRequest) -> Generation:
         """Give an unstreamed request to the engine, as soon as there is one. Raises EngineError."""
@@ -203,7 +203,7 @@ class OfflineEngine:
         self._router.watch(self._changed.set)
 
     async def _announce(self) -> None:
-        await self.text()
+        await self.text(await self.serving())
         self._bar.close()
         self._started.set_result(None)
 

@@ -7,6 +7,7 @@ import socket
 from typing import Any, cast
 
 import uvloop
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from gateway.writes import Turn, TurnTransport
 
@@ -98,6 +99,24 @@ async def test_pieces_are_http_chunks_and_wait_for_a_client_that_does_not_read()
     writer.resume_writing()
     await asyncio.wait_for(draining, 1)
     assert not writer.write_paused
+
+
+async def test_a_transport_is_all_that_uvicorn_asks_of_its_flow_control() -> None:
+    _, _, (transport,) = wires(1)
+    public = {name for name in dir(FlowControl(transport)) if not name.startswith("_")}
+    assert public == {name for name in public if hasattr(transport, name)}
+
+
+async def test_reading_is_paused_below_once_and_resumed_once() -> None:
+    _, (below,), (transport,) = wires(1)
+    seen: list[str] = []
+    below.pause_reading = lambda: seen.append("pause")  # type: ignore[method-assign]
+    below.resume_reading = lambda: seen.append("resume")  # type: ignore[method-assign]
+    transport.resume_reading()
+    transport.pause_reading()
+    transport.pause_reading()
+    transport.resume_reading()
+    assert seen == ["pause", "resume"]
 
 
 def test_connections_of_the_event_loop_send_small_writes_at_once() -> None:

@@ -132,7 +132,7 @@ class Request:
     def extend_hashes(self, block_size: int) -> None:
         """Let `hashes` name all full blocks of the known tokens: block i by `hashes[i + 1]`, after the root."""
         hashes = self.hashes
-        hashes += hashing.chain(self.ids[(len(hashes) - 1) * block_size :], block_size, hashes[-1])
+        hashes += hashing.chain(memoryview(self.ids)[(len(hashes) - 1) * block_size :], block_size, hashes[-1])
 
     def slot_state(self) -> SlotState:
         """What a runner has to know as the request enters its slot."""
@@ -142,7 +142,7 @@ class Request:
             sampling = replace(sampling, logprobs=1)
         return SlotState(
             slot=self.slot,
-            prompt_ids=self.ids[: self.num_prompt],
+            prompt_ids=self.submit.prompt_ids,
             generated_ids=self.ids[self.num_prompt :],
             sampling=sampling,
             seed=self.submit.seed,

@@ -29,7 +29,7 @@ def root(salt: str = "", adapter: str | None = None) -> bytes:
     return digest.digest()
 
 
-def chain(ids: array[int], block_size: int, start: bytes) -> list[bytes]:
+def chain(ids: array[int] | memoryview, block_size: int, start: bytes) -> list[bytes]:
     """Hashes of the full blocks of `ids` (u32), first to last, after the block hashed to `start`."""
     width = block_size * ids.itemsize
     raw, span = ids[: len(ids) // block_size * block_size].tobytes(), max(_SPAN_BYTES // width, 1) * width

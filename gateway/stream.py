@@ -20,6 +20,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from gateway.errors import GatewayError
@@ -27,6 +28,9 @@ from gateway.rows import Gap, append_row, append_rows, no_prompt_rows, no_rows
 from gateway.stops import StopMatcher
 from protocol.messages import U32, AbortReason, FinishReason, Logprobs
 from protocol.sampling import SamplingParams
+
+#: Most choices have the same stop ids. One set of them stays in the caches, one for each costs every token 0.2 µs.
+_stop_set = lru_cache(64)(frozenset[int])
 
 
 class TextDecoder(Protocol):
@@ -177,7 +181,7 @@ class Choice:
         self._decoder = request.decoder(self.prompt_ids)
         self._has_stops = bool(request.stop)
         self._matcher = StopMatcher(request.stop, request.include_stop)
-        self._stop_ids = frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_ids))
+        self._stop_ids = _stop_set(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_ids))
         self._unread_text: list[str] = []
         self._unread_from = 0
         self._unread_rows = no_rows(sampling)

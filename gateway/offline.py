@@ -336,10 +336,12 @@ def _column(ids: Iterable[Any]) -> object:
     if not isinstance(ids, list):
         # Arrays and tensors make a list at once; gone through, each item is an object of theirs.
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    column = array(U32)
     try:
-        return array(U32, ids) or ids
+        column.fromlist(ids)  # three quarters of the time of `array(U32, ids)`
     except OverflowError:
         return ids
+    return column or ids
 
 
 def _one_each(

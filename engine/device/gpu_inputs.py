@@ -98,7 +98,8 @@ class GpuInputs:
         self._tables = torch.zeros(rows, limits.max_blocks, dtype=torch.int32, device=device)
         self._cells = self._tables.view(-1)
         self._decode_layouts_by_rows = [
-            next(layout for layout in self.decode_layouts if layout.num_tokens >= count) for count in range(rows + 1)
+            next((layout for layout in self.decode_layouts if layout.num_tokens >= count), None)
+            for count in range(rows + 1)
         ]
         self._range = np.arange(most_tokens)
         self._num_blocks = [0] * rows

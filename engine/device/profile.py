@@ -26,7 +26,7 @@ NUM_STEPS = 64
 IDLE_S = 5.0
 _LOOK_S = 1.0
 
-#: Each step of a CPU is an event of this category, beside torch's operators; ours are not torch's.
+#: Each step of a CPU is an event of this category: its layers are one native call, which is none of torch's operators.
 _STEP = "user_annotation"
 
 

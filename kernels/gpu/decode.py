@@ -248,7 +248,8 @@ def choose_spread(num_rows: int, num_kv_heads: int, max_splits: int, *, limit: L
     # Such a program has a multiprocessor to itself: of four rows at 6000 attention took 50 us instead of 36.
     if 16 * heads <= num_sms and split_bytes <= limit.shared_memory - _SPARE:
         return Spread(programs, warps=8, stages=9, early=True)
-    return Spread(programs, warps=4, stages=5, early=True)
+    deep = 5 * split_bytes // 8 <= limit.shared_memory
+    return Spread(programs, warps=4, stages=5 if deep else 3, early=True)
 
 
 def scratch_bytes(

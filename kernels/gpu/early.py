@@ -110,8 +110,8 @@ def early_split(
 
     In a program's first split q is nothing yet, and is read by `load_query(*query, ...)` in the loop, after the wait.
     The compiler sends for the tiles of the first iterations before the loop, and so before the wait: their keys and
-    values are of earlier steps, and no kernel of this one writes into their blocks. But for the tile of the newest key,
-    which comes behind the loop.
+    values are of earlier steps, but for the tile of the newest key, which comes behind the loop. Where a prompt is
+    cached to its end, its last key is written anew into a block that others may read in the same step: the same bits.
     """
     newest = position // TILE * TILE
     top, total, out = nothing_seen(ROWS, BLOCK_D)

@@ -50,7 +50,7 @@ class Limits:
 
     @property
     def options(self) -> dict[str, bool]:
-        """Options of every launch."""
+        """Options of every launch, but for that of a step's first kernel (`embedding`)."""
         return {"enable_fp_fusion": False} | ({"launch_pdl": True} if self.dependent else {})
 
 

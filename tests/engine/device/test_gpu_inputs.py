@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from engine.device import gpu_inputs
 from engine.device.gpu_inputs import GpuInputs, GpuLimits
 from engine.device.staging import Columns, Ints, Layout
 from engine.plan import PlanEntry, SlotState, StepPlan
@@ -21,8 +22,7 @@ def fill_rows(columns: Columns[Ints], slots: npt.NDArray[np.int64]) -> None:
     columns.top_k[: len(slots)] = slots + 100
 
 
-@pytest.fixture
-def inputs() -> GpuInputs:
+def make_inputs() -> GpuInputs:
     limits = GpuLimits(
         max_num_seqs=8,
         max_num_tokens=100,
@@ -33,6 +33,11 @@ def inputs() -> GpuInputs:
         short=ShortTiles(rows=16, tokens=8, groups=2, head_dim=16),
     )
     return GpuInputs(limits, depth=2, device=torch.device("cpu"), fill_rows=fill_rows)
+
+
+@pytest.fixture
+def inputs() -> GpuInputs:
+    return make_inputs()
 
 
 def entered(*slots: int) -> tuple[SlotState, ...]:
@@ -118,3 +123,10 @@ def test_short_chunks_beside_long_ones_are_items(inputs: GpuInputs) -> None:
     assert schedule.num_single == 1
     assert schedule.items.tolist() == [[1, 8, 0, 1, 0], [9, 1, 0, 1, 0]]
     assert schedule.tiles.tolist() == [[first, min(8, 80 - first)] for first in range(74, 9, -8)]
+
+
+def test_without_graphs_a_step_has_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("decode_layouts", "chunk_layouts"):
+        monkeypatch.setattr(gpu_inputs, name, lambda *sizes: [])
+    prepared = make_inputs().prepare(StepPlan(1, entered(5, 2), (entry(5, 16, [8], blocks=(9,)), entry(2, 3, [7]))))
+    assert (prepared.layout, prepared.in_graph, prepared.num_single) == (Layout(2, 2), False, 2)

@@ -36,10 +36,11 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 @dataclass(slots=True)
 class Compiled:
     """Names of the kernels compiled, in order, with their register spills or stack left to ptxas. `layouts` are
-    Triton's own form of them.
+    Triton's own form of them, `dependent` the names of those that may begin before the kernel before them has ended.
     """
 
     names: list[str] = field(default_factory=list)
+    dependent: list[str] = field(default_factory=list)
     assembly: list[str] = field(default_factory=list)
     layouts: list[str] = field(default_factory=list)
 
@@ -59,6 +60,8 @@ def compiling(capability: int, monkeypatch: pytest.MonkeyPatch, *, warpgroups: b
         kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
         assert kernel.metadata.shared <= SHARED_MEMORY[capability], mark
         compiled.names.append(self.fn.__name__)
+        if chosen.get("launch_pdl"):
+            compiled.dependent.append(self.fn.__name__)
         compiled.assembly.append(kernel.asm["ptx"])
         compiled.layouts.append(kernel.asm["ttgir"])
 

@@ -54,6 +54,9 @@ def test_row_operators(capability: int, dtype: torch.dtype, monkeypatch: pytest.
         "embed_kernel",
     ]
     assert all(("griddepcontrol" in text) == (capability >= 90) for text in compiled.assembly)
+    # A step's first kernel lets nothing of the step begin before all of the last one is done: attention relies on it.
+    assert compiled.dependent == (compiled.names[:-1] if capability >= 90 else [])
+    assert "griddepcontrol.wait" not in compiled.assembly[-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -12,8 +12,13 @@ H200 = Limits(num_sms=132, shared_memory=232_448, dependent=True)
 A100 = Limits(num_sms=108, shared_memory=166_912, dependent=False)
 
 
-def spread_of(num_rows: int, num_kv_heads: int = 8, max_splits: int = 160, limit: Limits = H200) -> Spread:
-    split_bytes = 2 * 256 * 128 * 2
+L4 = Limits(num_sms=58, shared_memory=101_376, dependent=False)
+
+
+def spread_of(
+    num_rows: int, num_kv_heads: int = 8, max_splits: int = 160, limit: Limits = H200, head_dim: int = 128
+) -> Spread:
+    split_bytes = 2 * 256 * head_dim * 2
     return choose_spread(num_rows, num_kv_heads, max_splits, limit=limit, split_bytes=split_bytes)
 
 
@@ -34,6 +39,8 @@ def test_what_does_not_fit_is_not_held() -> None:
     """Of smaller shared memory, whole splits and three programs with two tiles each."""
     assert spread_of(1, limit=A100) == Spread(54, warps=4, stages=5, early=True)
     assert spread_of(50, limit=A100) == Spread(1, warps=2, stages=3)
+    assert spread_of(1, 4, limit=L4) == Spread(58, warps=4, stages=5, early=True)
+    assert spread_of(1, 4, limit=L4, head_dim=256) == Spread(58, warps=4, stages=3, early=True)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 32])

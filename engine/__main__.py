@@ -189,7 +189,7 @@ class Engine:
         return self._core.status if self._core is not None else Status()
 
     def _exposition(self) -> bytes:
-        return self._metrics.exposition(self._status()) if self._metrics is not None else b""
+        return self._metrics.exposition(self._status) if self._metrics is not None else b""
 
 
 def _catch_signals() -> int:

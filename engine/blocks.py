@@ -2,7 +2,7 @@
 
 A block is free, cached (it holds a prefix that may be asked for again; nobody reads it now) or
 owned (one or more requests hold it). Free + cached + owned is always the size of the pool;
-`check` proves it. All operations take constant time per block, and few steps: a request may come with
+`check` proves it. All operations take constant time per block, on average, and few steps: a request may come with
 thousands that are cold in the processor's caches, and wait for them. Knows nothing of tokens.
 """
 

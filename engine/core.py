@@ -95,6 +95,7 @@ class EngineCore:
             self._collect()
         elif events := scheduler.take_events():
             self._deliver(to_messages(scheduler.num_steps, events, None))
+            self._observe()  # what came before them
             self._metrics.observe_events(events, now)
         assert busy or not scheduler.has_requests, "there are requests, and nothing runs"
         return busy
@@ -110,10 +111,10 @@ class EngineCore:
         result = self._runner.collect()
         plan, launched = self._in_flight.popleft()
         now = time.monotonic()
-        self._busy_since = now if self._in_flight else None
         events = self.scheduler.commit(plan, result)
         self._deliver(to_messages(plan.step, events, result))
         self._unobserved = plan, launched, now, events
+        self._busy_since = now if self._in_flight else None
 
     def _observe(self) -> None:
         """Measure the step that was committed last. Not at once: its tokens, and the next step, would wait for it."""

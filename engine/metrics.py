@@ -93,9 +93,12 @@ class EngineMetrics:
             self._inference.observe(now - life.entered)
             self._computed.observe(finished.num_prompt - finished.num_cached)
 
-    def exposition(self, status: Status) -> bytes:
-        """Prometheus text of a moment. Any thread may ask."""
+    def exposition(self, look: Callable[[], Status]) -> bytes:
+        """Prometheus text of the moment when `look` is called. Any thread may ask, each after the other's look: totals
+        only grow.
+        """
         with self._lock:
+            status = look()
             for counter, total in self._counters:
                 counter.inc(total(status.totals) - total(self._shown))
             self._shown = status.totals

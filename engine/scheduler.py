@@ -222,7 +222,7 @@ class Scheduler:
             return True
         while not self._pool.num_available:
             if self._leaving:
-                return False  # their blocks come free when the step in flight commits
+                return False  # their blocks come free for the plan after the step in flight
             victim = self._running[-1]
             self._preempt(victim)
             if victim is request:
@@ -342,7 +342,7 @@ class Scheduler:
     def _end(
         self, request: Request, reason: FinishReason, *, stop_id: int | None = None, error: Failure | None = None
     ) -> None:
-        """The one way out: terminal event, and everything it owns free now or when no step holds it."""
+        """The one way out: terminal event; what it owns is free now, or for the first plan when no step holds it."""
         state = request.state
         finished = request.finish(reason, stop_id=stop_id, error=error)
         self._events.append(Ended(request.owner, finished))

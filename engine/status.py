@@ -13,7 +13,7 @@ WINDOW_S, SLICE_S = 300.0, 10.0
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A moment of the step loop.
+    """About a moment of the step loop, which goes on while another thread looks.
 
     `busy_since` (monotonic seconds) is when the oldest step in flight became the device's; None
     while there is nothing to do.

@@ -240,8 +240,7 @@ def choose_spread(num_rows: int, num_kv_heads: int, max_splits: int, *, limit: L
     heads, num_sms = num_rows * num_kv_heads, limit.num_sms
     # A tile has two stages, since its addresses are loaded too: five have two tiles under way, nine a whole split.
     if heads > _HEADS_TO_SPREAD * num_sms or max_splits == 1:
-        deep = heads <= _PROGRAMS_PER_SM * num_sms and 3 * split_bytes // 2 <= limit.shared_memory
-        return Spread(1, warps=2, stages=5 if deep else 3)
+        return Spread(1, warps=2, stages=3)  # with more stages fewer programs have room beside each other
     if 2 * heads > num_sms:
         return Spread(min(max_splits, _PROGRAMS), warps=2, stages=3)
     programs = min(max_splits, _PROGRAMS_PER_SM * num_sms // heads)

@@ -24,6 +24,7 @@ class Loop:
         self.inbox = Inbox()
         self.delivered: list[Delivery] = []
         self.metrics = EngineMetrics(driver.resolved)
+        self.num_blocks = driver.resolved.info.num_blocks
         self.core = EngineCore(driver.resolved, driver.runner, self.inbox, self.delivered.extend, self.metrics)
 
     def submit(self, message: Submit, owner: int = 1) -> None:
@@ -33,6 +34,10 @@ class Loop:
         while self.core.step():
             pass
         self.core.tidy()
+
+    def shows(self, line: str) -> bool:
+        """Whether the metrics have it now."""
+        return line in self.metrics.exposition(lambda: self.core.status).decode()
 
     def finished(self) -> list[Finished]:
         return [message for _, message in self.delivered if isinstance(message, Finished)]
@@ -143,6 +148,30 @@ def test_an_idle_loop_sleeps_and_wakes_for_what_arrives():
     assert [finished.reason for finished in loop.finished()] == [FinishReason.LENGTH]
 
 
+def test_an_idle_loop_has_freed_and_measured_what_it_computed():
+    loop = Loop()
+    run_in_thread(loop)
+    loop.submit(submit(1, b"x" * 40, max_tokens=3))
+    deadline = time.monotonic() + 5
+    counted = 'sluicegate:generation_tokens_total{model_name="fake"} 3.0\n'
+    while loop.core.status.free_blocks < loop.num_blocks or not loop.shows(counted):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert loop.shows('sluicegate:iteration_tokens_total_count{model_name="fake"} 3.0\n')
+    loop.inbox.put(Drain(time.monotonic()))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_metrics_forget_a_request_that_leaves_during_its_first_step(depth: int):
+    loop = Loop(fake_depth=depth)
+    for handle in range(5):
+        loop.submit(submit(handle, max_tokens=9))
+        loop.core.step()
+        loop.inbox.put(Aborted(1, handle))
+        loop.settle()
+    assert not loop.metrics._lives
+
+
 def test_drain_lets_requests_finish_until_its_deadline_and_fails_the_rest():
     loop = Loop(fake_step_ms=10.0)
     loop.submit(submit(1, max_tokens=3))
@@ -167,10 +196,8 @@ def test_metrics_show_totals_gauges_and_histograms():
     for _ in range(3):
         loop.core.step()
     loop.core.tidy()
-    text = loop.metrics.exposition(loop.core.status).decode()
-    assert loop.metrics.exposition(loop.core.status).decode().count("\n") == text.count(
-        "\n"
-    )  # asking twice adds nothing
+    text, again = (loop.metrics.exposition(lambda: loop.core.status).decode() for _ in range(2))
+    assert again.count("\n") == text.count("\n")  # asking twice adds nothing
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("sluicegate:"))
     label = '{model_name="fake"}'
     values = {

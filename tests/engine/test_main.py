@@ -188,7 +188,7 @@ def test_what_stops_it_from_starting(start_engine: StartEngine, flags: tuple[str
 
 
 @pytest.mark.parametrize("is_profiled", [False, True])
-def test_a_signal_for_a_profile_ends_an_engine_that_makes_none(
+def test_a_signal_for_a_profile_ends_an_engine_unless_it_makes_one(
     start_engine: StartEngine, is_profiled: bool, tmp_path: Path
 ):
     """With a folder for it an engine that still loads goes on."""

@@ -20,7 +20,7 @@ def metrics() -> EngineMetrics:
 
 def shown(metrics: EngineMetrics, name: str) -> tuple[float, float]:
     """(count, sum) of a histogram."""
-    families = text_string_to_metric_families(metrics.exposition(Status()).decode())
+    families = text_string_to_metric_families(metrics.exposition(Status).decode())
     values = {sample.name: sample.value for family in families for sample in family.samples}
     return values[f"sluicegate:{name}_count"], values[f"sluicegate:{name}_sum"]
 

@@ -163,6 +163,16 @@ async def test_tokens_whose_text_is_all_there_is_to_tell_go_straight_to_an_open_
     assert await take(generation) == Delta(0, "", u32([]), 4, finish_reason=FinishReason.LENGTH)
 
 
+async def test_an_end_behind_an_open_tap_tells_no_token_again() -> None:
+    generation, choice, _ = one()
+    choice.push(0, u32([0]))
+    await take(generation)
+    choice.open_tap(Glass())
+    choice.push(1, u32([1]))
+    choice.finish(FinishReason.LENGTH, None)
+    assert await take(generation) == Delta(0, "", u32([]), 2, finish_reason=FinishReason.LENGTH)
+
+
 @pytest.mark.parametrize(
     ("ids", "text"),
     [([4, 5], "ef"), ([EOS], ""), ([4], "e")],

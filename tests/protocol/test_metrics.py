@@ -79,9 +79,9 @@ instruments.histogram("request_prompt_tokens").labels(model_name="m").observe(10
 gaps = instruments.tallied("inter_token_latency_seconds").labels("m")
 clock = iter((0.0, 0.004, 0.008, 3.008))
 tally.time.perf_counter = lambda: next(clock)
-times = [None]
+watch = tally.Stopwatch()
 for _ in range(4):
-    gaps.lap(times, 0)
+    gaps.lap(watch)
 gaps.flush()
 print("done", flush=True)
 time.sleep(60)

@@ -27,8 +27,7 @@ def test_few_rows_ask_early_and_many_walk() -> None:
     assert spread_of(4) == Spread(16, warps=4, stages=5, early=True)
     assert spread_of(8) == Spread(8, warps=4, stages=5, early=True)
     assert spread_of(16) == spread_of(32) == Spread(8, warps=2, stages=3)
-    assert spread_of(48) == spread_of(64) == Spread(1, warps=2, stages=5)
-    assert spread_of(256) == Spread(1, warps=2, stages=3)
+    assert spread_of(64) == spread_of(256) == Spread(1, warps=2, stages=3)
 
 
 def test_a_context_of_one_split_is_walked() -> None:
@@ -36,7 +35,7 @@ def test_a_context_of_one_split_is_walked() -> None:
 
 
 def test_what_does_not_fit_is_not_held() -> None:
-    """Of smaller shared memory, whole splits and three programs with two tiles each."""
+    """Of smaller shared memory, whole splits, or two tiles."""
     assert spread_of(1, limit=A100) == Spread(54, warps=4, stages=5, early=True)
     assert spread_of(50, limit=A100) == Spread(1, warps=2, stages=3)
     assert spread_of(1, 4, limit=L4) == Spread(58, warps=4, stages=5, early=True)

@@ -147,13 +147,14 @@ def available_port(host: str, port: int) -> int:
 
 
 async def served_model(config: ServeConfig) -> str:
-    """Wait until the gateway serves the engine's model; returns the name that requests use."""
+    """Wait until the gateway serves the engine's model; returns the name that requests use.
+
+    One question that answers both: between two the engine may have died.
+    """
     while True:
-        status, _ = await asyncio.to_thread(get, config, "/ready")
-        if status == http.HTTPStatus.OK:
-            status, body = await asyncio.to_thread(get, config, "/v1/models")
-            if status == http.HTTPStatus.OK:
-                return str(json.loads(body)["data"][0]["id"])
+        status, body = await asyncio.to_thread(get, config, "/v1/models")
+        if status == http.HTTPStatus.OK and (served := json.loads(body)["data"]):
+            return str(served[0]["id"])
         await asyncio.sleep(_READY_POLL_S)
 
 

@@ -178,6 +178,12 @@ def test_a_request_that_comes_while_the_engine_is_away_waits_for_it(start_serve:
     assert server.post("/v1/completions", {"model": "none", "prompt": "a"})[0] == 404
 
 
+async def test_an_engine_that_dies_as_it_is_announced_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([(0, b""), (503, b"{}"), (200, b'{"data": []}'), (200, b'{"data": [{"id": "m"}]}')])
+    monkeypatch.setattr(sluicegate_serve, "get", lambda config, path: next(answers))
+    assert await sluicegate_serve.served_model(sluicegate_serve.ServeConfig()) == "m"
+
+
 def test_children_drain_and_exit_when_the_supervisor_is_killed(start_serve: StartServe) -> None:
     server = start_serve()
     server.wait_until_ready()

@@ -248,8 +248,7 @@ async def _answer_all(
     engine: OfflineEngine, asks: list[_Ask], on_answer: Callable[[], object]
 ) -> tuple[ModelText, list[_Answered]]:
     """As many at a time as the engine takes in; the first that fails ends the others."""
-    serving = await engine.serving()
-    text = await engine.text(serving)
+    serving, text = await engine.served()
     answered: dict[int, _Answered] = {}
     left = iter(enumerate(asks))
 

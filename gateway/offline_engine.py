@@ -126,9 +126,18 @@ class OfflineEngine:
             await self._changed.wait()
         raise EngineError(self._failure)
 
-    async def text(self, serving: Serving) -> ModelText:
-        """The model's tokenizer and chat template."""
-        return await self._texts.get(serving)
+    async def served(self) -> tuple[Serving, ModelText]:
+        """What the engine serves, with the model's tokenizer and chat template. Raises as `serving`, and Unavailable
+        when these are unfit.
+        """
+        while True:
+            serving = await self.serving()
+            try:
+                return serving, await self._texts.get(serving)
+            except Unavailable:
+                if self._router.models():
+                    raise
+                # It went away before it had sent them.
 
     async def begin(self, request: GenerationRequest) -> Generation:
         """Give an unstreamed request to the engine, as soon as there is one. Raises EngineError."""
@@ -203,7 +212,7 @@ class OfflineEngine:
         self._router.watch(self._changed.set)
 
     async def _announce(self) -> None:
-        await self.text(await self.serving())
+        await self.served()
         self._bar.close()
         self._started.set_result(None)
 

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 import sluicegate
+from gateway.errors import Unavailable
 from gateway.offline import LLM, EngineError, RequestOutput, SamplingParams
+from gateway.offline_engine import OfflineEngine
 from tests.processes import ROOT, command_line
 
 #: The tests' own environment, not the user's.
@@ -291,6 +293,28 @@ def test_a_killed_engine_costs_no_token(tmp_path: Path, slow_steps: Path) -> Non
         assert [output.outputs for output in again] == [output.outputs for output in undisturbed]
         (other,) = set(engines_of(os.getpid())) - before
         assert other != engine
+
+
+async def test_an_engine_that_goes_away_before_it_has_sent_the_tokenizer_is_waited_for() -> None:
+    engine = object.__new__(OfflineEngine)
+    engine._failure, engine._changed = None, asyncio.Event()
+    models = iter([["first"], [], [], ["second"], ["second"]])
+
+    class Gone:
+        def models(self) -> list[str]:
+            asyncio.get_running_loop().call_soon(engine._changed.set)
+            return next(models)
+
+        async def get(self, serving: str) -> str:
+            if serving == "first":
+                raise Unavailable("no engine could send the tokenizer of this model; try again.")
+            return f"text of {serving}"
+
+    engine._router = engine._texts = Gone()
+    assert await engine.served() == ("second", "text of second")
+    models = iter([["first"], ["first"]])
+    with pytest.raises(Unavailable):  # an engine that is here has said all it has
+        await engine.served()
 
 
 async def test_inside_a_running_event_loop(llm: LLM) -> None:

@@ -29,8 +29,11 @@ from gateway.stops import StopMatcher
 from protocol.messages import U32, AbortReason, FinishReason, Logprobs
 from protocol.sampling import SamplingParams
 
-#: Most choices have the same stop ids. One set of them stays in the caches, one for each costs every token 0.2 µs.
-_stop_set = lru_cache(64)(frozenset[int])
+
+@lru_cache(64)
+def _stop_set(ids: tuple[int, ...]) -> frozenset[int]:
+    """Most choices have the same ids. One set of them stays in the caches, one for each costs every token 0.2 µs."""
+    return frozenset(ids)
 
 
 class TextDecoder(Protocol):
@@ -354,6 +357,7 @@ class Choice:
 
     def open_tap(self, tap: Tap) -> None:
         """All was taken: from now on tokens whose text alone is to tell go straight to `tap`, until one is another."""
+        assert self._unread_rows is None, "a token's logprobs are more than its text"
         if not self._has_stops and (next_json := self._decoder.next_json) is not None:
             self._tap, self._next_json = tap, next_json
 

@@ -9,7 +9,7 @@ import pytest
 from gateway.errors import EngineFailed
 from gateway.stream import Choice, Delta
 from protocol.messages import FinishReason, u32
-from tests.gateway.test_stream import one
+from tests.gateway.choices import one
 
 
 class Gate:

@@ -13,7 +13,7 @@ from gateway.generation import Generation
 from gateway.measures import Measures, RequestMeasure
 from protocol import metrics
 from protocol.messages import FinishReason, u32
-from tests.gateway.test_stream import request
+from tests.gateway.scripted_engine import request
 
 
 class Measured:

@@ -12,7 +12,7 @@ from gateway.outlet import EventOutlet
 from gateway.replies import Reply
 from gateway.stream import Delta
 from protocol.messages import FinishReason, u32
-from tests.gateway.test_stream import one
+from tests.gateway.choices import one
 
 
 class Replies:

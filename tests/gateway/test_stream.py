@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 
 import pytest
 from hypothesis import given
@@ -12,54 +11,10 @@ from hypothesis import strategies as st
 from gateway.errors import EngineFailed
 from gateway.generation import Generation
 from gateway.rows import Gap
-from gateway.stream import Choice, Delta
+from gateway.stream import Delta
 from protocol.messages import AbortReason, FinishReason, Logprobs, f32, u32
-from protocol.sampling import SamplingParams
+from tests.gateway.choices import Carrier, Halves, one, sampling, take
 from tests.gateway.scripted_engine import EOS, request
-
-
-class Carrier:
-    def __init__(self) -> None:
-        self.left: list[AbortReason] = []
-
-    def leave(self, reason: AbortReason) -> None:
-        self.left.append(reason)
-
-
-class Halves:
-    """Two tokens make a letter, as the bytes of a character do."""
-
-    next_json = None
-
-    def __init__(self, prompt_ids: array[int]) -> None:
-        self._half: int | None = None
-
-    def push(self, token_id: int) -> str:
-        if self._half is None:
-            self._half = token_id
-            return ""
-        letter, self._half = chr(ord("a") + self._half), None
-        return letter
-
-    def finish(self) -> str:
-        return "" if self._half is None else "\ufffd"
-
-
-def one(**fields: object) -> tuple[Generation, Choice, Carrier]:
-    generation = Generation(request(**fields), (EOS,))
-    carrier = Carrier()
-    generation.choices[0].carried_by(carrier)
-    return generation, generation.choices[0], carrier
-
-
-def sampling(**fields: object) -> SamplingParams:
-    return SamplingParams(**({"max_tokens": 100} | fields))  # type: ignore[arg-type]
-
-
-async def take(generation: Generation) -> Delta:
-    delta = await asyncio.wait_for(generation.next(), 1)
-    assert delta is not None
-    return delta
 
 
 async def test_tokens_become_text_and_the_end_is_told_once() -> None:
@@ -132,87 +87,6 @@ async def test_text_stops_wait_for_min_tokens() -> None:
     delta = await take(generation)
     assert delta.text == "abaaa"
     assert (len(delta.ids), delta.stop_reason) == (6, "b")
-
-
-class Glass:
-    """A tap's other end: keeps what is put until it is full."""
-
-    def __init__(self) -> None:
-        self.got: list[bytes] = []
-        self.is_full = False
-
-    def put(self, json: bytes) -> bool:
-        if not self.is_full:
-            self.got.append(json)
-        return not self.is_full
-
-
-async def test_tokens_whose_text_is_all_there_is_to_tell_go_straight_to_an_open_tap() -> None:
-    generation, choice, _ = one()
-    glass = Glass()
-    choice.push(0, u32([0]))
-    await take(generation)
-    choice.open_tap(glass)
-    for index in range(1, 4):
-        choice.push(index, u32([index]))
-    choice.push(2, u32([9]))  # known
-    assert glass.got == [b'"b"', b'"c"', b'"d"']
-    assert not choice.in_mailbox
-    assert list(choice.generated_ids) == [0, 1, 2, 3]
-    choice.finish(FinishReason.LENGTH, None)
-    assert await take(generation) == Delta(0, "", u32([]), 4, finish_reason=FinishReason.LENGTH)
-
-
-async def test_an_end_behind_an_open_tap_tells_no_token_again() -> None:
-    generation, choice, _ = one()
-    choice.push(0, u32([0]))
-    await take(generation)
-    choice.open_tap(Glass())
-    choice.push(1, u32([1]))
-    choice.finish(FinishReason.LENGTH, None)
-    assert await take(generation) == Delta(0, "", u32([]), 2, finish_reason=FinishReason.LENGTH)
-
-
-@pytest.mark.parametrize(
-    ("ids", "text"),
-    [([4, 5], "ef"), ([EOS], ""), ([4], "e")],
-    ids=["two at once", "one that may be the last", "one for which the client reads too slowly"],
-)
-async def test_other_tokens_shut_the_tap_and_wait_to_be_read(ids: list[int], text: str) -> None:
-    generation, choice, _ = one()
-    glass = Glass()
-    choice.push(0, u32([0]))
-    await take(generation)
-    choice.open_tap(glass)
-    choice.push(1, u32([1]))
-    glass.is_full = len(ids) == 1 and ids != [EOS]
-    choice.push(2, u32(ids))
-    glass.is_full = False
-    delta = await take(generation)
-    assert (delta.text, list(delta.ids), delta.num_generated) == (text, ids, 2 + len(ids))
-    choice.push(2 + len(ids), u32([6]))  # it was not opened again
-    assert (await take(generation)).text == "g"
-    assert glass.got == [b'"b"']
-
-
-async def test_a_gap_is_one_for_an_open_tap_too() -> None:
-    generation, choice, _ = one()
-    choice.push(0, u32([0]))
-    await take(generation)
-    choice.open_tap(Glass())
-    with pytest.raises(Gap, match="token 2 came where 1 was next"):
-        choice.push(2, u32([1]))
-
-
-async def test_no_tap_is_open_where_a_text_may_be_held_back() -> None:
-    for fields in ({"stop": ("xyz",)}, {"decoder": Halves}):
-        generation, choice, _ = one(**fields)
-        glass = Glass()
-        choice.push(0, u32([1, 1]))
-        await take(generation)
-        choice.open_tap(glass)
-        choice.push(2, u32([2]))
-        assert (choice.in_mailbox, glass.got) == (True, [])
 
 
 def prompt_rows(*own: float, k: int = 1) -> Logprobs:

@@ -92,7 +92,7 @@ class GpuInputs:
         self.chunk_layouts = chunk_layouts(rows, limits.max_num_tokens, limits.short.tokens)
         most_tiles = limits.max_num_tokens // limits.query_tile + rows
         most_items = limits.max_num_tokens // limits.short.tokens + rows + SPARE_ITEMS
-        most = Layout(most_tokens, rows, most_tiles, most_items)
+        most = Layout(most_tokens, rows, most_tiles, most_items, rows + SPARE_ITEMS)
         # Every slot may be entered in one step, by requests whose prompts are cached.
         self._staging = Staging(most, max_changes=rows * limits.max_blocks, depth=depth, device=device)
         self._tables = torch.zeros(rows, limits.max_blocks, dtype=torch.int32, device=device)
@@ -121,12 +121,16 @@ class GpuInputs:
         all_single = num_tokens == num_rows
         chunks = _Chunks(self._range[:num_rows] if all_single else counts.cumsum() - counts, counts, starts + counts)
         num_single = num_rows if all_single else int((counts > 1).argmax())
+        chosen = slice(None) if num_sampled == num_rows else np.array(sampled, np.bool_)
+        index, places = chunks.begins[chosen] + (counts[chosen] - 1), chunks.ends[chosen]
         layout = self._graph_layout(lengths, num_tokens, num_sampled)
         in_graph = layout is not None
-        tiles, items = _NO_TILES, _NO_ITEMS
+        tiles, items, last_items = _NO_TILES, _NO_ITEMS, _NO_ITEMS
         if layout is None:
             tiles, items = self._divide(chunks.after(num_single))
-            layout = Layout(num_tokens, num_sampled, len(tiles), len(items))
+            first = sum(sampled[:num_single])
+            last_items = self._last_items(index[first:], places[first:])
+            layout = Layout(num_tokens, num_sampled, len(tiles), len(items), len(last_items))
         elif layout.num_items:
             items = self._items(chunks, layout.num_items)
         columns = self._staging.host(layout)
@@ -140,10 +144,10 @@ class GpuInputs:
             columns.tiles[:] = tiles.ravel()
         if items.size:
             columns.items[: items.size] = items.ravel()
-        chosen = slice(None) if num_sampled == num_rows else np.array(sampled, np.bool_)
-        rows, places = slots[chosen], chunks.ends[chosen]
-        columns.index[:num_sampled] = chunks.begins[chosen] + (counts[chosen] - 1)
-        columns.places[:num_sampled] = places
+        if last_items.size:
+            columns.last_items[:] = last_items.ravel()
+        rows = slots[chosen]
+        columns.index[:num_sampled], columns.places[:num_sampled] = index, places
         columns.slots[:num_sampled] = rows
         self._fill_rows(columns, rows)
         if in_graph:
@@ -153,17 +157,19 @@ class GpuInputs:
         return Prepared(layout, in_graph, num_single, longest, rows, places)
 
     def batch(self, prepared: Prepared) -> tuple[ForwardBatch, Columns[Tensor]]:
-        """The tensors of a step that runs without a graph."""
+        """The tensors of a step that runs without a graph, to be pruned."""
         columns = self._staging.device(prepared.layout)
-        attention = self._attention(columns, prepared.num_single, prepared.longest)
-        return ForwardBatch(columns.ids, None, attention, columns.index, self.last_ids), columns
+        single, longest = prepared.num_single, prepared.longest
+        attention = self._attention(columns, columns.tiles, columns.items, single, longest)
+        pruned = self._attention(columns, columns.tiles[:0], columns.last_items, single, longest)
+        return ForwardBatch(columns.ids, None, attention, columns.index, self.last_ids, pruned), columns
 
     def graph_batch(self, layout: Layout) -> tuple[ForwardBatch, Columns[Tensor]]:
         """The tensors that every step in a graph's layout reads."""
         columns = self._staging.device(layout)
         decodes = layout.num_items == 0
         longest = self._limits.max_blocks * self._limits.block_size
-        attention = self._attention(columns, layout.num_tokens if decodes else 0, longest)
+        attention = self._attention(columns, columns.tiles, columns.items, layout.num_tokens if decodes else 0, longest)
         return ForwardBatch(columns.ids, None, attention, None if decodes else columns.index, self.last_ids), columns
 
     def _graph_layout(self, lengths: list[int], num_tokens: int, num_sampled: int) -> Layout | None:
@@ -183,12 +189,18 @@ class GpuInputs:
         most = self._limits.short.count(briefs.counts.tolist()) + SPARE_ITEMS
         return _tiles(chunks.where(~short), self._limits.query_tile), self._items(briefs, most)
 
+    def _last_items(self, index: Tiles, places: Tiles) -> Tiles:
+        """Items of the rows `index` alone, for the last layer."""
+        return self._items(_Chunks(index, np.ones_like(index), places), len(index) + SPARE_ITEMS)
+
     def _items(self, chunks: _Chunks, most: int) -> Tiles:
         return self._limits.short.items(chunks.begins, chunks.counts, chunks.ends, most) if most else _NO_ITEMS
 
-    def _attention(self, columns: Columns[Tensor], num_single: int, longest: int) -> kernels.AttentionBatch:
-        tiles, items = columns.tiles.view(-1, 2), columns.items.view(-1, ITEM_COLUMNS)
-        schedule = kernels.TileSchedule(num_single, tiles, items, -(-longest // SPLIT), self._arrivals)
+    def _attention(
+        self, columns: Columns[Tensor], tiles: Tensor, items: Tensor, num_single: int, longest: int
+    ) -> kernels.AttentionBatch:
+        divided = tiles.view(-1, 2), items.view(-1, ITEM_COLUMNS)
+        schedule = kernels.TileSchedule(num_single, *divided, -(-longest // SPLIT), self._arrivals)
         return kernels.AttentionBatch(self._tables, columns.seq_index, columns.positions, schedule)
 
     def _send(self, plan: StepPlan, layout: Layout) -> None:

@@ -136,7 +136,7 @@ class GpuRunner:
             batch, columns = self._inputs.batch(prepared)
         index = columns.index
         rows = scored.rows.to(index.dtype).pin_memory().to(index.device, non_blocking=True)
-        batch = replace(batch, sampled=torch.cat((index[:num_sampled], rows)))
+        batch = replace(batch, sampled=torch.cat((index[:num_sampled], rows)), pruned=None)
         hidden = self._model.hidden(batch, self._caches)
         scores = _to_host(self._scores(hidden[num_sampled:], scored))
         if not num_sampled:

@@ -27,18 +27,21 @@ Array = TypeVar("Array", Ints, Tensor)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many tokens, sampled rows, tiles of long chunks and items of short ones a step has, padding included."""
+    """How many tokens, sampled rows, tiles of long chunks, items of short ones, and items of sampled rows (for the last
+    layer) a step has, padding included."""
 
     num_tokens: int
     num_sampled: int
     num_tiles: int = 0
     num_items: int = 0
+    num_last_items: int = 0
 
     @lru_cache(256)  # noqa: B019 - of a value, of which a runner sees few
     def offsets(self) -> tuple[list[tuple[int, int]], int]:
         """(begin, end) of each column in the order of `Columns`, and the size of all."""
         tokens, rows = self.num_tokens, self.num_sampled
-        sizes = (2 * rows, *(tokens,) * 3, *(rows,) * 7, 2 * self.num_tiles, ITEM_COLUMNS * self.num_items)
+        items, last_items = ITEM_COLUMNS * self.num_items, ITEM_COLUMNS * self.num_last_items
+        sizes = (2 * rows, *(tokens,) * 3, *(rows,) * 7, 2 * self.num_tiles, items, last_items)
         spans, end = [], 0
         for size in sizes:
             spans.append((end, end + size))
@@ -49,8 +52,8 @@ class Layout:
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns(Generic[Array]):
     """Slices of a buffer, all int32. Three hold float32 bits (`temperature`, `top_p`, `min_p`), `seeds`
-    [2 * num_sampled] int64; `tiles` is [2 * num_tiles], `items` [5 * num_items]. `index` are the rows of sampled
-    tokens, `places` their indexes in their sequences.
+    [2 * num_sampled] int64; `tiles` is [2 * num_tiles], `items` [5 * num_items], `last_items` [5 * num_last_items].
+    `index` are the rows of sampled tokens, `places` their indexes in their sequences.
     """
 
     seeds: Array
@@ -66,6 +69,7 @@ class Columns(Generic[Array]):
     min_p: Array
     tiles: Array
     items: Array
+    last_items: Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,7 +27,9 @@ class ForwardBatch:
     `ids` [num_tokens] (int64; int32 on a GPU, where -1 - slot stands for `last_ids`[slot], what the step
     before sampled); `cache_slots` int64 [num_tokens], where each token's key and value go (None on a
     GPU, which finds them itself); `attention` has their positions and block tables; `sampled`
-    [num_sampled] are the rows whose logits are wanted, None for all of them.
+    [num_sampled] are the rows whose logits are wanted, None for all of them. `pruned` is `attention` with a
+    schedule of these rows alone, by which the last layer computes nothing else but keys and values; None: it
+    computes all rows.
     """
 
     ids: Tensor
@@ -35,6 +37,7 @@ class ForwardBatch:
     attention: kernels.AttentionBatch
     sampled: Tensor | None
     last_ids: Tensor | None = None
+    pruned: kernels.AttentionBatch | None = None
 
 
 class Attention:

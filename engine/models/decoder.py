@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -134,11 +134,22 @@ class DecoderLayer:
         self._mlp = modules.mlp(layer, prefix)
 
     def __call__(
-        self, x: Tensor | None, residual: Tensor | None, batch: ForwardBatch, cache: LayerCache
+        self,
+        x: Tensor | None,
+        residual: Tensor | None,
+        batch: ForwardBatch,
+        cache: LayerCache,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        """(output, residual) [num_tokens, hidden_size], the output None where it is added already."""
+        """(output, residual) [num_tokens, hidden_size], the output None where it is added already. With `rows` of
+        these alone; keys and values of all tokens are written."""
         qkv, residual = self._qkv.after(self._attention_norm, x, residual)
-        x, residual = self._output(self._attention(qkv, batch, cache), residual)
+        x = self._attention(qkv, batch, cache)
+        if rows is not None:
+            x, residual = x.index_select(0, rows), residual.index_select(0, rows)
+            if not len(rows):
+                return None, residual
+        x, residual = self._output(x, residual)
         return self._mlp(self._mlp_norm, x, residual)
 
 
@@ -181,7 +192,7 @@ class Decoder:
     def hidden(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Tensor:
         """Final hidden states of the sampled rows: [num_sampled, hidden_size]. Fills the caches."""
         x, residual = self.through_layers(self.embedded(batch), batch, caches)
-        return self.final(x, residual, batch.sampled)
+        return self.final(x, residual, batch.sampled if batch.pruned is None else None)
 
     def embedded(self, batch: ForwardBatch) -> Tensor:
         """What enters the first layer: [num_tokens, hidden_size]."""
@@ -190,13 +201,16 @@ class Decoder:
     def through_layers(
         self, embedded: Tensor, batch: ForwardBatch, caches: Sequence[LayerCache]
     ) -> tuple[Tensor | None, Tensor]:
-        """(output, residual) of the last layer, as a layer answers them. Reads ids nowhere, fills the caches."""
+        """(output, residual) of the last layer, as a layer answers them, of a batch to be `pruned` for its sampled
+        rows alone. Reads ids nowhere, fills the caches."""
         x: Tensor | None = embedded
         residual: Tensor | None = None
-        for layer, cache in zip(self._layers, caches, strict=True):
+        *layers, (last, last_cache) = zip(self._layers, caches, strict=True)
+        for layer, cache in layers:
             x, residual = layer(x, residual, batch, cache)
-        assert residual is not None, "a model has at least one layer"
-        return x, residual
+        if batch.pruned is None:
+            return last(x, residual, batch, last_cache)
+        return last(x, residual, replace(batch, attention=batch.pruned), last_cache, batch.sampled)
 
     def final(self, x: Tensor | None, residual: Tensor, sampled: Tensor | None) -> Tensor:
         """Normed hidden states of the rows `sampled` (None: of all), from what the last layer answered."""

@@ -99,7 +99,7 @@ def test_short_chunks_take_a_graph_in_which_all_rows_are_items(inputs: GpuInputs
 def test_long_chunks_run_without_a_graph(inputs: GpuInputs) -> None:
     chunk = PlanEntry(1, 0, 80, array(U32, range(80)), (0, 1, 2, 3, 4), True)
     prepared = inputs.prepare(StepPlan(1, entered(0, 1), (entry(0, 4, [9], blocks=(5,)), chunk)))
-    assert (prepared.layout, prepared.in_graph, prepared.num_single) == (Layout(81, 2, 10), False, 1)
+    assert (prepared.layout, prepared.in_graph, prepared.num_single) == (Layout(81, 2, 10, 0, 1), False, 1)
     batch, columns = inputs.batch(prepared)
     schedule = batch.attention.schedule
     assert schedule is not None
@@ -107,6 +107,12 @@ def test_long_chunks_run_without_a_graph(inputs: GpuInputs) -> None:
     assert schedule.tiles[-1].tolist() == [1, 8]
     assert schedule.items.tolist() == []
     assert batch.sampled is columns.index
+    assert batch.pruned is not None
+    pruned = batch.pruned.schedule
+    assert pruned is not None
+    assert (pruned.num_single, pruned.max_splits) == (1, 1)
+    assert pruned.tiles.tolist() == []
+    assert pruned.items.tolist() == [[80, 1, 0, 1, 0]]
     assert columns.index.tolist() == [0, 80]
     assert prepared.slots.tolist() == [0, 1]
     assert prepared.places.tolist() == [5, 80]
@@ -117,12 +123,52 @@ def test_short_chunks_beside_long_ones_are_items(inputs: GpuInputs) -> None:
     end = PlanEntry(1, 130, 9, array(U32, range(9)), tuple(range(9)), True)
     long = PlanEntry(2, 0, 70, array(U32, range(70)), (10, 11, 12, 13, 14), False)
     prepared = inputs.prepare(StepPlan(1, entered(0, 1, 2), (entry(0, 4, [9], blocks=(9,)), end, long)))
-    assert prepared.layout == Layout(80, 2, num_tiles=9, num_items=2)
-    schedule = inputs.batch(prepared)[0].attention.schedule
+    assert prepared.layout == Layout(80, 2, num_tiles=9, num_items=2, num_last_items=1)
+    batch, _ = inputs.batch(prepared)
+    schedule, pruned = batch.attention.schedule, batch.pruned
     assert schedule is not None
+    assert pruned is not None
+    assert pruned.schedule is not None
+    assert pruned.schedule.items.tolist() == [[9, 1, 0, 1, 0]]
     assert schedule.num_single == 1
     assert schedule.items.tolist() == [[1, 8, 0, 1, 0], [9, 1, 0, 1, 0]]
     assert schedule.tiles.tolist() == [[first, min(8, 80 - first)] for first in range(74, 9, -8)]
+
+
+def test_the_last_layer_has_nothing_to_attend_for_where_nothing_is_sampled(inputs: GpuInputs) -> None:
+    chunk = PlanEntry(1, 0, 80, array(U32, range(80)), (0, 1, 2, 3, 4), False)
+    batch, _ = inputs.batch(inputs.prepare(StepPlan(1, entered(1), (chunk,))))
+    assert batch.sampled is not None
+    assert batch.sampled.tolist() == []
+    assert batch.pruned is not None
+    assert batch.pruned.schedule is not None
+    assert (batch.pruned.schedule.num_single, batch.pruned.schedule.items.tolist()) == (0, [])
+
+
+def test_a_long_context_is_shared_out_in_the_last_layer_as_well() -> None:
+    """Of two single tokens one is sampled, of two chunks the second, which has three splits of context."""
+    limits = GpuLimits(
+        max_num_seqs=8,
+        max_num_tokens=1000,
+        max_blocks=60,
+        block_size=16,
+        num_heads=4,
+        query_tile=8,
+        short=ShortTiles(rows=16, tokens=8, groups=2, head_dim=16),
+    )
+    inputs = GpuInputs(limits, depth=2, device=torch.device("cpu"), fill_rows=fill_rows)
+    first, second = (
+        PlanEntry(slot, 100, count, array(U32, range(count)), (), sample)
+        for slot, count, sample in ((2, 30, False), (3, 500, True))
+    )
+    begun = PlanEntry(0, 5, 1, array(U32, [3]), (), False)
+    plan = StepPlan(1, entered(0, 1, 2, 3), (begun, entry(1, 7, [9]), first, second))
+    batch, columns = inputs.batch(inputs.prepare(plan))
+    assert columns.index.tolist() == [1, 531]
+    assert batch.pruned is not None
+    assert batch.pruned.schedule is not None
+    assert batch.pruned.schedule.num_single == 2
+    assert batch.pruned.schedule.items.tolist() == [[531, 1, program, 3, 0] for program in range(3)]
 
 
 def test_without_graphs_a_step_has_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:

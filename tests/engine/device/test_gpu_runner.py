@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.backends.torch_runner import TorchRunner
+from engine.device import gpu_inputs
 from engine.plan import ModelInfo
 from protocol.sampling import SamplingParams
 from tests.engine.family_models import NUM_NEW as NEW_OF_FAMILIES
@@ -67,6 +68,15 @@ def test_greedy_ids_of_other_families(family_models: Path, kernel_cache: Path, v
     greedy = SamplingParams(max_tokens=NEW_OF_FAMILIES, min_tokens=NEW_OF_FAMILIES, temperature=0.0)
     sequences = [Sequence(prompt_of_families(n), greedy, ends=(EOS_ID,)) for n in VARIANTS[variant].prompts]
     assert driver(runner, info).run(sequences, depth=2) == golden["ids"]
+
+
+@pytest.mark.parametrize("variant", ["qwen2_window", "gemma2", "qwen3_moe_sparse", "qwen"])
+def test_greedy_ids_of_other_families_without_graphs_of_chunks(
+    family_models: Path, kernel_cache: Path, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the last layer has sampled rows alone."""
+    monkeypatch.setattr(gpu_inputs, "chunk_layouts", lambda *sizes: [])
+    test_greedy_ids_of_other_families(family_models, kernel_cache, variant)
 
 
 def sampling(number: int, *, plain: bool) -> SamplingParams:

@@ -91,6 +91,17 @@ class AttentionCase:
         padded = padded.to(schedule.tiles.device)
         return replace(self, batch=replace(batch, schedule=replace(schedule, tiles=schedule.tiles[:0], items=padded)))
 
+    def of_last_tokens(self, spare: int) -> tuple[AttentionCase, Tensor]:
+        """The same where chunks' last tokens alone attend, as short tiles; and the rows that do."""
+        schedule = self.batch.schedule
+        assert schedule is not None
+        seq_index = self.batch.seq_index.cpu()
+        last = torch.cat((seq_index[1:] != seq_index[:-1], torch.ones(1, dtype=torch.bool)))
+        rows = last.nonzero().flatten()
+        tiles = torch.stack((rows, torch.ones_like(rows)), 1)[schedule.num_single :].int().to(schedule.tiles.device)
+        part = replace(self, batch=replace(self.batch, schedule=replace(schedule, tiles=tiles)))
+        return part.in_items(spare), rows.to(self.qkv.device)
+
     def on(self, device: torch.device) -> AttentionCase:
         """The same with the pool as a GPU has it."""
         batch, schedule = self.batch, self.batch.schedule

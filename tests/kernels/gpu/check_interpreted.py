@@ -269,6 +269,21 @@ def test_attention_of_short_chunks(spare: int, window: int, soft_cap: float) -> 
     assert not schedule.arrivals.any()
 
 
+@pytest.mark.parametrize("spare", [0, 4])
+def test_attention_of_last_tokens_alone(spare: int) -> None:
+    """Keys and values are written for all tokens."""
+    case = AttentionCase.draw(*(6, 3, 48), dtype=torch.float16, block_size=32, starts=(20, 600, 0), counts=(1, 40, 30))
+    copied = case.on(torch.device("cpu"))
+    last, rows = copied.of_last_tokens(spare)
+    assert rows.tolist() == [0, 40, 70]
+    wanted = rotate_and_attend(
+        *(case.qkv.clone(), case.table, case.keys, case.values, case.batch, case.slots), num_heads=6, scale=48**-0.5
+    )
+    assert error(last.run(0, 0.0)[rows], wanted[rows]) < CLOSE[torch.float16]
+    assert torch.equal(last.values, case.values)
+    assert error(last.keys, case.keys) < CLOSE[torch.float16]
+
+
 @pytest.mark.parametrize("window", [0, 100])
 def test_attention_of_chunks_in_one_split(window: int, fastest: None) -> None:
     dtype = torch.float32

@@ -301,7 +301,7 @@ def test_invariance_of_attention(
 def test_short_chunks_have_the_bits_of_long_ones(
     cuda: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], window: int
 ) -> None:
-    """Walked by one program, shared by some, and by one each split."""
+    """Walked by one program, shared by some, and by one each split; so have last tokens alone."""
     starts, counts = (2300, 5, 0, 700, 255), (1, 1, 70, 33, 2)
     case = AttentionCase.draw(*heads, dtype=dtype, block_size=16, starts=starts, counts=counts)
     case = replace(case, table=case.table.repeat(3, 1)).on(cuda)
@@ -309,6 +309,8 @@ def test_short_chunks_have_the_bits_of_long_ones(
     for spare in (0, 3, 12, 100):
         shared = case.in_items(spare)
         assert torch.equal(shared.run(window, 0.0), wanted), spare
+        last, rows = case.of_last_tokens(spare)
+        assert torch.equal(last.run(window, 0.0)[rows], wanted[rows]), spare
         assert shared.batch.schedule is not None
         assert not shared.batch.schedule.arrivals.any()
 

@@ -1,8 +1,8 @@
 """Matrix products that add over K in order, so that a row has the same bits in a call of any size.
 
 Up to 64 rows, or 128 of small weights: our tiles of 16, 32 or 64 rows. Above: cuBLASLt with split-K
-forbidden, which was measured to give the same bits in the types it is used for. Everything a library
-does not do in that way (float32, a bias added before rounding, float32 results) stays with the tiles.
+forbidden (`kernels.gpu.library`), which was measured to give the same bits in the types it is used for. Everything a
+library does not do in that way (float32, a bias added before rounding) stays with the tiles.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels._triton import tl, triton
 from kernels.gate import Activation
+from kernels.gpu import library
 from kernels.gpu.activation import activate_and_mul, active_times
 from kernels.gpu.launch import Limits, begin, limits, wait
 
@@ -23,6 +24,10 @@ MOST_TILE_ROWS = 64
 
 #: The same for small weights, of which the library makes few programs (1024 columns of 3072, 64 rows: 75 us against 7).
 MOST_TILE_ROWS_OF_SMALL = 128
+
+#: The same for float32 results (128,256 x 4096: 96 rows 291 us against 284, 128 rows 303 against 297, 160 rows 459
+#: against 306, 256 rows 503 against 397).
+MOST_TILE_ROWS_TO_FLOAT32 = 128
 
 #: A weight is small with so few columns, or with so few elements (of a gated product, those of one half).
 _FEW_COLUMNS, _FEW_ELEMENTS = 2048, 1 << 22
@@ -145,13 +150,12 @@ class Tile:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """x [M, K] (rows may have a stride) times weight [N, K] transposed, plus float32 bias [N]: [M, N]."""
-    y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
-    if x.shape[0] == 0:
-        return y
     tile = choose_tile(x, weight, has_bias=bias is not None, gated=False, out_dtype=out_dtype)
     if tile is None:
-        return torch.mm(x, weight.t(), out=y)
-    _launch(tile, x, weight, bias, None, y)
+        return library.multiply(x, weight, out_dtype)
+    y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
+    if x.shape[0]:
+        _launch(tile, x, weight, bias, None, y)
     return y
 
 
@@ -173,7 +177,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Act
     """
     tile = choose_tile(x, weight, has_bias=bias is not None, gated=True, out_dtype=x.dtype)
     if tile is None:
-        return activate_and_mul(torch.mm(x, weight.t()), activation)
+        return activate_and_mul(library.multiply(x, weight, x.dtype), activation)
     y = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     if x.shape[0]:
         _launch(tile, x, weight, bias, None, y, gate=activation)
@@ -186,19 +190,21 @@ def choose_tile(x: Tensor, weight: Tensor, *, has_bias: bool, gated: bool, out_d
     num_out = weight.shape[0] // 2 if gated else weight.shape[0]
     if x.dtype == torch.float32:  # no tensor core adds exactly in float32: plain multiply-adds, small tiles
         return Tile(16 if num_rows <= 16 else 64, 32, 32, 4, 2, swap=False)
-    library_can = x.is_cuda and not has_bias and out_dtype == x.dtype
+    to_float32 = out_dtype != x.dtype
+    library_can = x.is_cuda and not has_bias and (not to_float32 or library.gives_float32(x.dtype))
     few_columns = num_out <= _FEW_COLUMNS and not gated
     small = few_columns or num_out * num_in <= _FEW_ELEMENTS
     if num_rows > (MOST_TILE_ROWS_OF_SMALL if small else MOST_TILE_ROWS):
-        return None if library_can else Tile(128, 128, 64, 8, 3, swap=False)
+        too_few = to_float32 and num_rows <= MOST_TILE_ROWS_TO_FLOAT32
+        return None if library_can and not too_few else Tile(128, 128, 64, 8, 3, swap=False)
     if few_columns:
         return _tile_of_few_columns(num_rows, num_out, num_in)
     if small:
         return _tile_of_small(num_rows, num_out, num_in, gated=gated)
     if num_rows > 32:
-        if library_can and not gated and num_out < 6144:
+        if library_can and not gated and not to_float32 and num_out < 6144:
             return None
-        if out_dtype != x.dtype:  # the head
+        if to_float32:  # the head
             return Tile(64, 64, 64, 4, 3, swap=False, prefetch=256)
         return Tile(64, 64, 128, 4, 4 if gated else 5, swap=False, prefetch=256)
     if num_out < 4096:  # few columns: narrow tiles, or most processors would have none
@@ -208,7 +214,7 @@ def choose_tile(x: Tensor, weight: Tensor, *, has_bias: bool, gated: bool, out_d
     if gated:
         # From some rows on three stages, so that the next kernel's programs fit beside these.
         return Tile(16, 64, 128, 4, 4, swap=True) if num_rows <= 4 else Tile(16, 64, 128, 4, 3, swap=True, prefetch=256)
-    if out_dtype != x.dtype:
+    if to_float32:
         return Tile(16, 32, 128, 4, 6, swap=False) if num_rows <= 4 else Tile(16, 128, 128, 4, 4, swap=True)
     if num_in > 8192:
         return Tile(16, 32, 256, 4, 6, swap=False, prefetch=256 if num_rows <= 4 else 1024)

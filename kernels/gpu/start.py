@@ -1,5 +1,5 @@
 """Once a process: how the library's products are asked for, where compiled kernels are kept, and the check
-that a row's bits do not depend on the batch here."""
+that a row's bits do not depend on the batch here, nor on what of the library's is asked for."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kernels._triton import triton
-from kernels.gpu import mode
+from kernels.gpu import library, mode
 from kernels.gpu.compiling import compile_ahead
+from kernels.gpu.cublaslt import Algorithm, CublasltError
 from kernels.gpu.products import gated_linear, linear
 
 #: Raised whenever an operator on a GPU may change a bit of its result.
@@ -44,12 +45,23 @@ def start_gpu(
     allowed = (chosen.splits_products, chosen.splits_products)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = allowed
+    sixteen_bits = dtype.itemsize == 2
+    library.allow(dtype, library.Allowed(float32_results=sixteen_bits and not reproducible))
     if not reproducible:
         return
     products = [_Products.draw(device, dtype, *shape) for shape in _SHAPES]
-    compile_ahead(lambda: [each.of_last(count) for each in products for count in (*_ROW_COUNTS, _MOST_ROWS)])
+
+    def launch_all() -> None:
+        for each in products:
+            for count in (*_ROW_COUNTS, _MOST_ROWS):
+                each.of_last(count)
+        linear(products[-1].x, products[-1].weight, None, torch.float32)
+
+    compile_ahead(launch_all)
     for each in products:
         each.check()
+    if sixteen_bits:
+        library.allow(dtype, products[-1].allowed())
 
 
 def gpu_numerics_name(device: torch.device) -> str:
@@ -86,3 +98,19 @@ class _Products:
                     f"batch of {count} than in one of {_MOST_ROWS} (weight {num_out} x {num_in}, {self.x.dtype}); "
                     f"output would not be reproducible."
                 )
+
+    def allowed(self) -> library.Allowed:
+        """What the library does with the bits of the tiles and of torch's products."""
+        plain, to_float32 = (linear(self.x, self.weight, None, kind) for kind in (self.x.dtype, torch.float32))
+
+        def is_the_same(algorithm: Algorithm) -> bool:
+            try:
+                y = library.multiply_by(algorithm, self.x, self.weight)
+            except CublasltError:
+                return False
+            return y is not None and torch.equal(y, plain)
+
+        return library.Allowed(
+            float32_results=torch.equal(library.multiply(self.x, self.weight, torch.float32), to_float32),
+            algorithms=tuple(filter(is_the_same, library.ALGORITHMS)),
+        )

@@ -1,0 +1,176 @@
+"""cuBLASLt by its C interface: products by an algorithm that is named, where torch's go by the library's first guess.
+
+The library is the one that torch has loaded, matrices are what it calls column-major: y [M, N] = x wᵀ is yᵀ = w xᵀ
+there, with w [N, K] read as a [K, N] that is transposed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Releases whose algorithms go by the numbers below: 13.1.
+_RELEASE = 1301
+
+#: The family of Hopper's kernels (nvjet), of which an `Algorithm` is one, and K by 64 with as many stages as fit.
+_FAMILY, _DEPTH_64 = 66, 35
+
+#: cudaDataType_t, cublasComputeType_t, cublasOperation_t
+_TYPES = {torch.bfloat16: 14, torch.float16: 2}
+_FLOAT32, _COMPUTE_FLOAT32, _TRANSPOSED = 0, 68, 1
+
+#: Attributes of an operation (cublasLtMatmulDescAttributes_t), of an algorithm (cublasLtMatmulAlgoConfigAttributes_t).
+_FIRST_IS = 3
+_TILE, _OPTION, _STAGES, _CLUSTER = 1, 5, 6, 8
+
+#: Rows of all matrices begin on 16 bytes, as the copy engine needs it.
+_ALIGNED = 8
+
+
+class _Algorithm(ctypes.Structure):
+    _fields_ = (("data", c_uint64 * 8),)
+
+
+class _Found(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t"""
+
+    _fields_ = (
+        ("algorithm", _Algorithm),
+        ("workspace", c_size_t),
+        ("status", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "Create": (c_void_p,),
+    "MatmulDescCreate": (c_void_p, c_int, c_int),
+    "MatmulDescSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
+    "MatrixLayoutCreate": (c_void_p, c_int, c_uint64, c_uint64, c_int64),
+    "MatrixLayoutDestroy": (c_void_p,),
+    "MatmulAlgoInit": (c_void_p, *(c_int,) * 7, c_void_p),
+    "MatmulAlgoConfigSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
+    "MatmulAlgoCheck": (c_void_p,) * 8,
+    "Matmul": (*(c_void_p,) * 14, c_size_t, c_void_p),
+}
+
+
+class CublasltError(RuntimeError):
+    """The library refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """Programs of `columns` of the result (rows of the weight) by `rows` of x, in clusters.
+
+    `tile`, `cluster` and `option` are the library's numbers for them. Which rows stand for the tensor core's, and how
+    programs follow each other, is in the option, which its manual does not explain: they are as its own proposals are.
+    """
+
+    columns: int
+    rows: int
+    tile: int
+    cluster: int
+    option: int
+
+    def fill(self, num_rows: int, num_out: int, num_sms: int) -> float:
+        """The share of what `num_sms` processors compute, while any of them does, that is of the result."""
+        programs = -(-num_rows // self.rows) * -(-num_out // self.columns)
+        waves = -(-programs // num_sms)
+        return num_rows * num_out / (waves * num_sms * self.rows * self.columns)
+
+
+class Cublaslt:
+    """The library, ready for products on the current device. Its methods raise CublasltError."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, f"cublasLt{name}")
+            function.argtypes, function.restype = arguments, c_int
+        self._handle, self._operation = c_void_p(), c_void_p()
+        self._call("Create", byref(self._handle))
+        self._call("MatmulDescCreate", byref(self._operation), _COMPUTE_FLOAT32, _FLOAT32)
+        self._set("MatmulDesc", self._operation, _FIRST_IS, c_int32(_TRANSPOSED))
+        self._configured: dict[tuple[Algorithm, torch.dtype], _Algorithm] = {}
+
+    def multiply(self, x: Tensor, weight: Tensor, algorithm: Algorithm) -> Tensor | None:
+        """x [M, K] times weight [N, K] transposed, in their type: [M, N]. None where the algorithm does not fit."""
+        (num_rows, num_in), num_out = x.shape, len(weight)
+        aligned = x.is_contiguous() and num_in % _ALIGNED == 0 and num_out % _ALIGNED == 0
+        if not aligned or x.dtype not in _TYPES:
+            return None
+        chosen, kind = self._configure(algorithm, x.dtype), _TYPES[x.dtype]
+        with (
+            self._matrix(kind, num_in, num_out) as first,
+            self._matrix(kind, num_in, num_rows) as second,
+            self._matrix(kind, num_out, num_rows) as result,
+        ):
+            found, layouts = _Found(), (first, second, result, result)
+            check = self._library.cublasLtMatmulAlgoCheck
+            if check(self._handle, self._operation, *layouts, byref(chosen), byref(found)) != 0:
+                return None
+            y = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
+            workspace = torch.empty(found.workspace, dtype=torch.uint8, device=x.device)
+            self._call(
+                "Matmul",
+                *(self._handle, self._operation, byref(c_float(1.0))),
+                *(weight.data_ptr(), first, x.data_ptr(), second, byref(c_float(0.0))),
+                *(y.data_ptr(), result, y.data_ptr(), result, byref(chosen)),
+                *(workspace.data_ptr(), found.workspace, torch.cuda.current_stream(x.device).cuda_stream),
+            )
+        return y
+
+    def _configure(self, algorithm: Algorithm, dtype: torch.dtype) -> _Algorithm:
+        configured = self._configured.get((algorithm, dtype))
+        if configured is None:
+            configured, kinds = _Algorithm(), (_TYPES[dtype],) * 4
+            self._call("MatmulAlgoInit", self._handle, _COMPUTE_FLOAT32, _FLOAT32, *kinds, _FAMILY, byref(configured))
+            for attribute, value in (
+                (_TILE, c_uint32(algorithm.tile)),
+                (_OPTION, c_uint32(algorithm.option)),
+                (_STAGES, c_uint32(_DEPTH_64)),
+                (_CLUSTER, c_uint16(algorithm.cluster)),
+            ):
+                self._set("MatmulAlgoConfig", byref(configured), attribute, value)
+            self._configured[algorithm, dtype] = configured
+        return configured
+
+    @contextmanager
+    def _matrix(self, kind: int, rows: int, columns: int) -> Iterator[c_void_p]:
+        layout = c_void_p()
+        self._call("MatrixLayoutCreate", byref(layout), kind, rows, columns, rows)
+        try:
+            yield layout
+        finally:
+            self._library.cublasLtMatrixLayoutDestroy(layout)
+
+    def _set(self, kind: str, of: object, attribute: int, value: c_int32 | c_uint32 | c_uint16) -> None:
+        self._call(f"{kind}SetAttribute", of, attribute, byref(value), ctypes.sizeof(value))
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._library, f"cublasLt{name}")(*arguments)
+        if status != 0:
+            raise CublasltError(f"cublasLt{name} failed with status {status}.")
+
+
+@functools.cache
+def load(device: torch.device) -> Cublaslt | None:
+    """The library that torch multiplies with; None without it, for another release, or on other GPUs than Hopper."""
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    try:
+        library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return None
+    library.cublasLtGetVersion.restype = c_size_t
+    return Cublaslt(library) if library.cublasLtGetVersion() // 100 == _RELEASE else None

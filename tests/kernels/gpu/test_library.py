@@ -1,0 +1,85 @@
+"""Which products the library makes by an algorithm of ours, and their bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.gpu import cublaslt, library, matmul
+from kernels.gpu.launch import Limits
+
+H200 = Limits(num_sms=132, shared_memory=227 << 10, dependent=True)
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "limits", lambda device: H200)
+    monkeypatch.setattr(library, "_allowed", {BF16: library.Allowed(True, library.ALGORITHMS)})
+
+
+def columns(num_rows: int, num_out: int) -> int | None:
+    found = library.fitting(torch.empty(num_rows, 8, dtype=BF16, device="meta"), num_out)
+    return None if found is None else found.columns
+
+
+def test_fill() -> None:
+    """256 rows by 28672: 2 x 128 programs of 224 columns, two to each of 132 processors but for 8."""
+    assert library.ALGORITHMS[1].fill(256, 28672, 132) == pytest.approx(128 / 132)
+    assert library.ALGORITHMS[1].fill(250, 28672, 132) == pytest.approx(128 / 132 * 250 / 256)
+    assert library.ALGORITHMS[0].fill(129, 177, 132) == pytest.approx(129 * 177 / (132 * 128 * 176))
+
+
+@pytest.mark.usefixtures("allowed")
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "wanted"),
+    [
+        *((80, 28672, None), (128, 28672, 224), (160, 28672, None), (256, 28672, 224), (1024, 28672, 176)),
+        *((16384, 28672, 176), (4096, 6144, None), (8192, 6144, 176), (16384, 4096, None)),
+    ],
+)
+def test_an_algorithm_of_ours_keeps_all_processors_busy(num_rows: int, num_out: int, wanted: int | None) -> None:
+    assert columns(num_rows, num_out) == wanted
+
+
+def test_nothing_is_allowed_before_a_start_has_seen_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_allowed", {})
+    assert columns(256, 28672) is None
+    assert not library.gives_float32(BF16)
+
+
+@pytest.mark.usefixtures("allowed")
+def test_without_a_gpu_products_stay_with_the_tiles() -> None:
+    x, weight = torch.empty(200, 64, dtype=BF16), torch.empty(128, 64, dtype=BF16)
+    assert matmul.choose_tile(x, weight, has_bias=False, gated=False, out_dtype=torch.float32) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("algorithm", library.ALGORITHMS, ids=lambda algorithm: f"{algorithm.columns} columns")
+def test_bits_are_those_of_torch(algorithm: cublaslt.Algorithm, dtype: torch.dtype) -> None:
+    device = torch.device("cuda", 0)
+    if cublaslt.load(device) is None:
+        pytest.skip("no Hopper GPU, or another release of cuBLASLt than that of the algorithms")
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
+    for num_out, num_in in ((28672, 4096), (6144, 4096), (4096, 14336), (1000, 1544)):
+        x, weight = (torch.randn(rows, num_in, device=device).to(dtype) for rows in (1000, num_out))
+        for rows in (1, 65, 127, 128, 129, 256, 300, 1000):
+            found = library.multiply_by(algorithm, x[-rows:], weight)
+            assert found is not None
+            assert torch.equal(found, torch.mm(x[-rows:], weight.t())), (num_out, num_in, rows)
+
+
+@pytest.mark.gpu
+def test_what_does_not_fit_is_left_to_torch() -> None:
+    device = torch.device("cuda", 0)
+    bound = cublaslt.load(device)
+    if bound is None:
+        pytest.skip("no Hopper GPU, or another release of cuBLASLt than that of the algorithms")
+    x, weight = torch.randn(8, 64, device=device).to(BF16), torch.randn(16, 64, device=device).to(BF16)
+    algorithm = library.ALGORITHMS[0]
+    assert bound.multiply(x[:, :32], weight[:, :32].contiguous(), algorithm) is None  # rows that are not side by side
+    assert bound.multiply(x, weight[:12], algorithm) is None  # 12 columns: rows of the result begin on 8 bytes
+    assert bound.multiply(x.float(), weight.float(), algorithm) is None

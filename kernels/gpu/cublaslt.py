@@ -28,7 +28,7 @@ _TYPES = {torch.bfloat16: 14, torch.float16: 2}
 _FLOAT32, _COMPUTE_FLOAT32, _TRANSPOSED = 0, 68, 1
 
 #: Attributes of an operation (cublasLtMatmulDescAttributes_t), of an algorithm (cublasLtMatmulAlgoConfigAttributes_t).
-_FIRST_IS = 3
+_TRANSPOSE_FIRST = 3
 _TILE, _OPTION, _STAGES, _CLUSTER = 1, 5, 6, 8
 
 #: Rows of all matrices begin on 16 bytes, as the copy engine needs it.
@@ -72,8 +72,9 @@ class CublasltError(RuntimeError):
 class Algorithm:
     """Programs of `columns` of the result (rows of the weight) by `rows` of x, in clusters.
 
-    `tile`, `cluster` and `option` are the library's numbers for them. Which rows stand for the tensor core's, and how
-    programs follow each other, is in the option, which its manual does not explain: they are as its own proposals are.
+    `tile`, `cluster` and `option` are the library's numbers for them. Its manual does not explain the option; in its
+    own proposals 1 stands for the weight's rows as those of the tensor core, 2 for clusters along x, and 4 for 24,576
+    results a program and more.
     """
 
     columns: int
@@ -100,7 +101,7 @@ class Cublaslt:
         self._handle, self._operation = c_void_p(), c_void_p()
         self._call("Create", byref(self._handle))
         self._call("MatmulDescCreate", byref(self._operation), _COMPUTE_FLOAT32, _FLOAT32)
-        self._set("MatmulDesc", self._operation, _FIRST_IS, c_int32(_TRANSPOSED))
+        self._set("MatmulDesc", self._operation, _TRANSPOSE_FIRST, c_int32(_TRANSPOSED))
         self._configured: dict[tuple[Algorithm, torch.dtype], _Algorithm] = {}
 
     def multiply(self, x: Tensor, weight: Tensor, algorithm: Algorithm) -> Tensor | None:

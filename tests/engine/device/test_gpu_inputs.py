@@ -84,14 +84,14 @@ def test_all_slots_may_get_whole_tables_in_one_step(inputs: GpuInputs) -> None:
 def test_short_chunks_take_a_graph_in_which_all_rows_are_items(inputs: GpuInputs) -> None:
     chunk = PlanEntry(1, 20, 10, array(U32, range(10)), (0, 1), False)
     prepared = inputs.prepare(StepPlan(1, entered(0, 1), (entry(0, 4, [9], blocks=(2,)), chunk)))
-    assert (prepared.layout, prepared.in_graph) == (Layout(64, 8, num_items=48), True)
+    assert (prepared.layout, prepared.in_graph) == (Layout(16, 8, num_items=42), True)
     batch, columns = inputs.graph_batch(prepared.layout)
     schedule = batch.attention.schedule
     assert schedule is not None
     assert schedule.num_single == 0
     assert schedule.tiles.tolist() == []
-    assert schedule.items.tolist() == [[0, 1, 0, 1, 0], [1, 8, 0, 1, 0], [9, 2, 0, 1, 0]] + [[0] * 5] * 45
-    assert batch.attention.positions.tolist() == [4, *range(20, 30)] + [-1] * 53
+    assert schedule.items.tolist() == [[0, 1, 0, 1, 0], [1, 8, 0, 1, 0], [9, 2, 0, 1, 0]] + [[0] * 5] * 39
+    assert batch.attention.positions.tolist() == [4, *range(20, 30)] + [-1] * 5
     assert columns.index.tolist() == [0] * 8
     assert columns.slots.tolist() == [0] + [-1] * 7
 

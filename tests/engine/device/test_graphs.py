@@ -20,7 +20,8 @@ def test_decodes_of_any_number_have_a_graph_with_little_padding(most: int, sizes
 
 
 def test_chunks_have_graphs_as_far_as_steps_reach() -> None:
-    sizes = (64, 128, 256)
+    sizes = (16, 32, 64, 128, 256)
     assert chunk_layouts(16, 300, 32) == [Layout(size, 16, num_items=size // 32 + 16 + SPARE_ITEMS) for size in sizes]
+    assert [layout.num_sampled for layout in chunk_layouts(256, 512, 32)] == [16, 32, 64, 64, 64, 64]
     assert chunk_layouts(256, 512, 32)[-1] == Layout(512, 64, num_items=16 + 64 + SPARE_ITEMS)
-    assert chunk_layouts(16, 32, 32) == []
+    assert chunk_layouts(16, 15, 32) == []

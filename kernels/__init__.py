@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from kernels.sampling import logprobs as logprobs
     from kernels.sampling import sample as sample
     from kernels.short_chunks import ShortTiles as ShortTiles
+    from kernels.step_start import StepStart as StepStart
 
 #: Public name to the module that defines it. No name equals a module's: importing a submodule
 #: would bind the module over the operator.
@@ -88,6 +89,7 @@ _HOMES = {
     "Program": "program",
     "RowNorm": "norm",
     "ShortTiles": "short_chunks",
+    "StepStart": "step_start",
     "TileSchedule": "attention",
     "TokenLogprobs": "sampling",
     "UNSCALED": "kv_cache",

@@ -6,16 +6,17 @@ context (H200: 0.29 ms a layer for 8,192 positions). It decides what runs togeth
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
 
 from kernels.attention import SPLIT
 
 #: Columns of an item, int32.
 ITEM_COLUMNS = 5
+
+#: First row, number of tokens, and the position after the last.
+Chunk = tuple[int, int, int]
 
 #: Memory for the results of splits, which the program that comes last joins.
 PARTS_BYTES = 2**27
@@ -39,35 +40,29 @@ class ShortTiles:
         """Tiles of chunks of so many tokens."""
         return sum([-(-count // self.tokens) for count in counts])
 
-    def items(
-        self,
-        begins: npt.NDArray[np.int64],
-        counts: npt.NDArray[np.int64],
-        ends: npt.NDArray[np.int64],
-        most: int,
-    ) -> npt.NDArray[np.int64]:
-        """At most `most` items [n, 5], `most` being at least `count`: first row, rows, program, programs, first part.
+    def items(self, chunks: Sequence[Chunk], most: int) -> array[int]:
+        """At most `most` items, `most` being at least `count`: each first row, rows, program, programs, first part.
 
-        `begins` are the chunks' first rows, `ends` the positions after their last tokens. The programs of a tile take
-        every so manieth split of its context; where there is one, it needs no parts.
+        The programs of a tile take every so manieth split of its context; where there is one, it needs no parts.
         """
         tiles = [
             (begin + first, min(self.tokens, count - first), end - count + min(first + self.tokens, count))
-            for begin, count, end in zip(begins.tolist(), counts.tolist(), ends.tolist(), strict=True)
+            for begin, count, end in chunks
             for first in range(0, count, self.tokens)
         ]
         splits = [-(-end // SPLIT) for _, _, end in tiles]
         spare = most - len(tiles)
         each = max(1, -(-sum(splits) // spare)) if spare > 0 else max(splits)  # splits of a program
-        items = []
+        items = array("i")
         part = 0
         # The longest contexts first: they have most to gain from the parts there are, and most to do.
         for place in sorted(range(len(tiles)), key=lambda place: -splits[place]):
             row, num_rows, _ = tiles[place]
             programs, needed = -(-splits[place] // each), splits[place] * self.groups
             if programs == 1 or part + needed > self.num_parts:
-                items.append((row, num_rows, 0, 1, 0))
+                items.extend((row, num_rows, 0, 1, 0))
                 continue
-            items += [(row, num_rows, program, programs, part) for program in range(programs)]
+            for program in range(programs):
+                items.extend((row, num_rows, program, programs, part))
             part += needed
-        return np.array(items, np.int64).reshape(-1, ITEM_COLUMNS)
+        return items

@@ -1,18 +1,17 @@
 """From a StepPlan to the tensors of a forward pass on a GPU, and the block tables there.
 
 Like `inputs`, but nothing waits for the device: an id that only the device knows is named by its
-slot, and block tables are kept there and told their new entries.
+slot, and block tables are kept there: a step's first kernel writes what is new.
 """
 
 from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,13 +21,15 @@ from engine.device.staging import Columns, Ints, Layout, Staging
 from engine.layers.attention import ForwardBatch
 from engine.plan import PlanEntry, StepPlan
 from kernels.attention import SPLIT
-from kernels.short_chunks import ITEM_COLUMNS
+from kernels.short_chunks import ITEM_COLUMNS, Chunk
 
 #: Chunks of at most so many tiles of short ones are such.
 _SHORT_TILES = 2
 
-Tiles = npt.NDArray[np.int64]
-_NO_TILES, _NO_ITEMS = np.empty((0, 2), np.int64), np.empty((0, ITEM_COLUMNS), np.int64)
+#: Columns of a tile: first row, rows.
+TILE_COLUMNS = 2
+
+_NONE = array("i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,31 +47,16 @@ class GpuLimits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A step on its way, in the layout of a graph (`in_graph`) or in one of its own. `slots` and `places`
-    [num_sampled] are those of the tokens to sample.
+    """A step on its way, in the layout of a graph (`in_graph`) or in one of its own. `slots` and `places` are those of
+    the tokens to sample.
     """
 
     layout: Layout
     in_graph: bool
     num_single: int
     longest: int
-    slots: npt.NDArray[np.int64]
-    places: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chunks:
-    """Of some entries: first rows, numbers of tokens, and the positions after the last."""
-
-    begins: Tiles
-    counts: Tiles
-    ends: Tiles
-
-    def after(self, first: int) -> _Chunks:
-        return _Chunks(self.begins[first:], self.counts[first:], self.ends[first:])
-
-    def where(self, chosen: npt.NDArray[np.bool_]) -> _Chunks:
-        return _Chunks(self.begins[chosen], self.counts[chosen], self.ends[chosen])
+    slots: list[int]
+    places: list[int]
 
 
 class GpuInputs:
@@ -82,7 +68,7 @@ class GpuInputs:
         *,
         depth: int,
         device: torch.device,
-        fill_rows: Callable[[Columns[Ints], npt.NDArray[np.int64]], None],
+        fill_rows: Callable[[Columns[Ints], list[int]], None],
     ) -> None:
         self._limits = limits
         self._fill_rows = fill_rows
@@ -101,7 +87,9 @@ class GpuInputs:
             next((layout for layout in self.decode_layouts if layout.num_tokens >= count), None)
             for count in range(rows + 1)
         ]
-        self._range = np.arange(most_tokens)
+        self._range = memoryview(array("i", range(limits.max_blocks * limits.block_size)))
+        padded = max([rows, *[max(x.num_tokens, ITEM_COLUMNS * x.num_items) for x in self.chunk_layouts]])
+        self._zeros, self._ones_below = (memoryview(array("i", [number]) * padded) for number in (0, -1))
         self._num_blocks = [0] * rows
         self._unknown = [(-1 - slot).to_bytes(4, sys.byteorder, signed=True) for slot in range(rows)]
         self._arrivals = torch.zeros(most_tokens * limits.num_heads, dtype=torch.int32, device=device)
@@ -110,51 +98,41 @@ class GpuInputs:
     def prepare(self, plan: StepPlan) -> Prepared:
         """Send the plan's numbers.
 
-        A prompt's first token waits for this, and what numpy and torch touch is cold by then: some 10 us a call.
+        A prompt's first token waits for this. What numpy touches is cold by then, some 5 us a call, so that lists and
+        memory views, whose code always runs, are faster for few rows, and as fast for hundreds.
         """
         entries = plan.entries
-        num_rows, lengths = len(entries), [entry.count for entry in entries]
-        sampled = [entry.sample for entry in entries]
-        num_tokens, num_sampled = sum(lengths), sum(sampled)
-        lists = [[entry.slot for entry in entries], [entry.start for entry in entries], lengths]
-        slots, starts, counts = np.array(lists, np.int64)
+        lengths = [entry.count for entry in entries]
+        ends = list(accumulate(lengths))  # the rows after each
+        index = [end - 1 for entry, end in zip(entries, ends, strict=True) if entry.sample]
+        slots = [entry.slot for entry in entries if entry.sample]
+        places = [entry.start + entry.count for entry in entries if entry.sample]
+        num_rows, num_tokens, num_sampled = len(entries), ends[-1], len(index)
         all_single = num_tokens == num_rows
-        chunks = _Chunks(self._range[:num_rows] if all_single else counts.cumsum() - counts, counts, starts + counts)
-        num_single = num_rows if all_single else int((counts > 1).argmax())
-        chosen = slice(None) if num_sampled == num_rows else np.array(sampled, np.bool_)
-        index, places = chunks.begins[chosen] + (counts[chosen] - 1), chunks.ends[chosen]
+        num_single = num_rows if all_single else next(row for row, length in enumerate(lengths) if length > 1)
         layout = self._graph_layout(lengths, num_tokens, num_sampled)
         in_graph = layout is not None
-        tiles, items, last_items = _NO_TILES, _NO_ITEMS, _NO_ITEMS
+        tiles, items, last_items, longest = _NONE, _NONE, _NONE, 1  # a graph's longest is fixed
         if layout is None:
-            tiles, items = self._divide(chunks.after(num_single))
-            first = sum(sampled[:num_single])
-            last_items = self._last_items(index[first:], places[first:])
-            layout = Layout(num_tokens, num_sampled, len(tiles), len(items), len(last_items))
+            chunks = _chunks(entries, ends)
+            tiles, items = self._divide(chunks[num_single:])
+            last_items = self._last_items(num_single, index, places)
+            num_items, num_last_items = len(items) // ITEM_COLUMNS, len(last_items) // ITEM_COLUMNS
+            layout = Layout(num_tokens, num_sampled, len(tiles) // TILE_COLUMNS, num_items, num_last_items)
+            longest = max([end for _, _, end in chunks[:num_single]], default=1)
         elif layout.num_items:
-            items = self._items(chunks, layout.num_items)
+            items = self._limits.short.items(_chunks(entries, ends), layout.num_items)
         columns = self._staging.host(layout)
-        columns.ids[:num_tokens] = self._token_ids(entries)
-        if all_single:
-            columns.positions[:num_tokens], columns.seq_index[:num_tokens] = starts, slots
-        else:
-            columns.positions[:num_tokens] = self._range[:num_tokens] + np.repeat(starts - chunks.begins, counts)
-            columns.seq_index[:num_tokens] = np.repeat(slots, counts)
-        if tiles.size:
-            columns.tiles[:] = tiles.ravel()
-        if items.size:
-            columns.items[: items.size] = items.ravel()
-        if last_items.size:
-            columns.last_items[:] = last_items.ravel()
-        rows = slots[chosen]
-        columns.index[:num_sampled], columns.places[:num_sampled] = index, places
-        columns.slots[:num_sampled] = rows
-        self._fill_rows(columns, rows)
+        columns.tiles[: len(tiles)], columns.items[: len(items)] = tiles, items
+        columns.last_items[: len(last_items)] = last_items
+        self._fill_tokens(columns, entries, num_single)
+        columns.index[:num_sampled], columns.places[:num_sampled] = array("i", index), array("i", places)
+        columns.slots[:num_sampled] = array("i", slots)
+        self._fill_rows(columns, slots)
         if in_graph:
-            _pad(columns, layout, num_tokens, num_sampled, items.size)
-        self._send(plan, layout)
-        longest = 1 if in_graph else int(chunks.ends[:num_single].max(initial=1))  # a graph's is fixed
-        return Prepared(layout, in_graph, num_single, longest, rows, places)
+            self._pad(columns, layout, num_tokens, num_sampled, len(items))
+        self._staging.send(layout, self._change_tables(plan, columns))
+        return Prepared(layout, in_graph, num_single, longest, slots, places)
 
     def batch(self, prepared: Prepared) -> tuple[ForwardBatch, Columns[Tensor]]:
         """The tensors of a step that runs without a graph, to be pruned."""
@@ -162,7 +140,7 @@ class GpuInputs:
         single, longest = prepared.num_single, prepared.longest
         attention = self._attention(columns, columns.tiles, columns.items, single, longest)
         pruned = self._attention(columns, columns.tiles[:0], columns.last_items, single, longest)
-        return ForwardBatch(columns.ids, None, attention, columns.index, self.last_ids, pruned), columns
+        return ForwardBatch(columns.ids, None, attention, columns.index, self._start(columns), pruned), columns
 
     def graph_batch(self, layout: Layout) -> tuple[ForwardBatch, Columns[Tensor]]:
         """The tensors that every step in a graph's layout reads."""
@@ -170,7 +148,11 @@ class GpuInputs:
         decodes = layout.num_items == 0
         longest = self._limits.max_blocks * self._limits.block_size
         attention = self._attention(columns, columns.tiles, columns.items, layout.num_tokens if decodes else 0, longest)
-        return ForwardBatch(columns.ids, None, attention, None if decodes else columns.index, self.last_ids), columns
+        sampled = None if decodes else columns.index
+        return ForwardBatch(columns.ids, None, attention, sampled, self._start(columns)), columns
+
+    def _start(self, columns: Columns[Tensor]) -> kernels.StepStart:
+        return kernels.StepStart(self.last_ids, self._cells, columns.num_changes, columns.changes)
 
     def _graph_layout(self, lengths: list[int], num_tokens: int, num_sampled: int) -> Layout | None:
         """That of the smallest graph for chunks of such lengths, if there is one."""
@@ -182,78 +164,79 @@ class GpuInputs:
         num_items = self._limits.short.count(lengths)
         return next((layout for layout in layouts if layout.num_items >= num_items), None)
 
-    def _divide(self, chunks: _Chunks) -> tuple[Tiles, Tiles]:
-        """Tiles of long chunks, and items of short ones."""
-        short = chunks.counts <= _SHORT_TILES * self._limits.short.tokens
-        briefs = chunks.where(short)
-        most = self._limits.short.count(briefs.counts.tolist()) + SPARE_ITEMS
-        return _tiles(chunks.where(~short), self._limits.query_tile), self._items(briefs, most)
+    def _divide(self, chunks: Sequence[Chunk]) -> tuple[array[int], array[int]]:
+        """Tiles of long chunks, later ones first, as they have the most keys; and items of short ones."""
+        short, size = self._limits.short, self._limits.query_tile
+        briefs = [chunk for chunk in chunks if chunk[1] <= _SHORT_TILES * short.tokens]
+        tiles = [
+            (begin + first, min(size, count - first))
+            for begin, count, _ in chunks
+            if count > _SHORT_TILES * short.tokens
+            for first in range(0, count, size)
+        ]
+        most = short.count([count for _, count, _ in briefs]) + SPARE_ITEMS
+        return array("i", chain.from_iterable(reversed(tiles))), short.items(briefs, most)
 
-    def _last_items(self, index: Tiles, places: Tiles) -> Tiles:
-        """Items of the rows `index` alone, for the last layer."""
-        return self._items(_Chunks(index, np.ones_like(index), places), len(index) + SPARE_ITEMS)
-
-    def _items(self, chunks: _Chunks, most: int) -> Tiles:
-        return self._limits.short.items(chunks.begins, chunks.counts, chunks.ends, most) if most else _NO_ITEMS
+    def _last_items(self, num_single: int, index: Sequence[int], places: Sequence[int]) -> array[int]:
+        """Items of the sampled rows of chunks, each alone, for the last layer."""
+        rows = [(row, 1, place) for row, place in zip(index, places, strict=True) if row >= num_single]
+        return self._limits.short.items(rows, len(rows) + SPARE_ITEMS)
 
     def _attention(
         self, columns: Columns[Tensor], tiles: Tensor, items: Tensor, num_single: int, longest: int
     ) -> kernels.AttentionBatch:
-        divided = tiles.view(-1, 2), items.view(-1, ITEM_COLUMNS)
+        divided = tiles.view(-1, TILE_COLUMNS), items.view(-1, ITEM_COLUMNS)
         schedule = kernels.TileSchedule(num_single, *divided, -(-longest // SPLIT), self._arrivals)
         return kernels.AttentionBatch(self._tables, columns.seq_index, columns.positions, schedule)
 
-    def _send(self, plan: StepPlan, layout: Layout) -> None:
-        """Begin the copy, and write the entries' new blocks into the tables on the device."""
+    def _change_tables(self, plan: StepPlan, columns: Columns[Ints]) -> int:
+        """Name the cells of the tables that the entries' new blocks go to; how many there are."""
         for state in plan.entered:
             self._num_blocks[state.slot] = 0
-        grown = [entry for entry in plan.entries if entry.new_blocks]
-        num_new = sum([len(entry.new_blocks) for entry in grown])
-        if not num_new:
-            self._staging.send(layout)
-            return
-        changes, at = self._staging.host_changes(num_new), 0
-        for entry in grown:
-            have, count = self._num_blocks[entry.slot], len(entry.new_blocks)
-            begin = entry.slot * self._limits.max_blocks + have
-            changes.cells[at : at + count] = np.arange(begin, begin + count)
-            changes.values[at : at + count] = entry.new_blocks
-            self._num_blocks[entry.slot] = have + count
-            at += count
-        self._staging.send(layout, num_new)
-        sent = self._staging.device_changes(num_new)
-        self._cells.index_copy_(0, sent.cells, sent.values)
+        cells: list[int] = []
+        blocks: list[int] = []
+        for entry in [entry for entry in plan.entries if entry.new_blocks]:
+            slot, count = entry.slot, len(entry.new_blocks)
+            first = slot * self._limits.max_blocks + self._num_blocks[slot]
+            self._num_blocks[slot] += count
+            cells += range(first, first + count)
+            blocks += entry.new_blocks
+        num_changes = columns.num_changes[0] = len(blocks)
+        columns.changes[: 2 * num_changes] = array("i", cells + blocks)
+        return num_changes
 
-    def _token_ids(self, entries: tuple[PlanEntry, ...]) -> Ints:
-        """Ids of all tokens; -1 - slot where it is the one that the step before samples for the slot."""
+    def _fill_tokens(self, columns: Columns[Ints], entries: Sequence[PlanEntry], num_single: int) -> None:
+        """An id is -1 - slot where it is the one that the step before samples for the slot."""
         parts: list[array[int] | bytes] = []
         for entry in entries:
             if known := entry.ids:
                 parts.append(known)
             if len(known) < entry.count:
                 parts.append(self._unknown[entry.slot])
-        return np.frombuffer(b"".join(parts), np.int32)
+        ids = memoryview(b"".join(parts)).cast("i")
+        columns.ids[: len(ids)] = ids
+        columns.positions[:num_single] = array("i", [entry.start for entry in entries[:num_single]])
+        columns.seq_index[:num_single] = array("i", [entry.slot for entry in entries[:num_single]])
+        begin = num_single
+        for entry in entries[num_single:]:
+            start, count = entry.start, entry.count
+            columns.positions[begin : begin + count] = self._range[start : start + count]
+            columns.seq_index[begin : begin + count] = array("i", [entry.slot]) * count
+            begin += count
+
+    def _pad(self, columns: Columns[Ints], layout: Layout, num_tokens: int, num_sampled: int, items_end: int) -> None:
+        """What rows of a graph hold that a step does not need: tokens, slots and items that nothing is done for."""
+        if count := layout.num_tokens - num_tokens:
+            columns.ids[num_tokens:] = columns.seq_index[num_tokens:] = self._zeros[:count]
+            columns.positions[num_tokens:] = self._ones_below[:count]
+        if count := layout.num_sampled - num_sampled:
+            columns.index[num_sampled:] = columns.temperature[num_sampled:] = self._zeros[:count]
+            columns.slots[num_sampled:] = self._ones_below[:count]
+        if count := len(columns.items) - items_end:
+            columns.items[items_end:] = self._zeros[:count]
 
 
-def _pad(columns: Columns[Ints], layout: Layout, num_tokens: int, num_sampled: int, items_end: int) -> None:
-    """What the rows of a graph that a step does not need hold: tokens, slots and items that nothing is done for."""
-    if num_tokens < layout.num_tokens:
-        columns.ids[num_tokens:] = 0
-        columns.positions[num_tokens:] = -1
-        columns.seq_index[num_tokens:] = 0
-    if num_sampled < layout.num_sampled:
-        columns.index[num_sampled:] = 0
-        columns.slots[num_sampled:] = -1
-        columns.temperature[num_sampled:] = 0
-    if layout.num_items:
-        columns.items[items_end:] = 0
-
-
-def _tiles(chunks: _Chunks, query_tile: int) -> Tiles:
-    """(first row, rows) of the tiles of chunks, later tiles first: they have the most keys."""
-    tiles = [
-        (begin + first, min(query_tile, count - first))
-        for begin, count in zip(chunks.begins.tolist(), chunks.counts.tolist(), strict=True)
-        for first in range(0, count, query_tile)
+def _chunks(entries: Sequence[PlanEntry], ends: Sequence[int]) -> list[Chunk]:
+    return [
+        (end - entry.count, entry.count, entry.start + entry.count) for entry, end in zip(entries, ends, strict=True)
     ]
-    return np.array(tiles[::-1], np.int64).reshape(-1, 2)

@@ -100,7 +100,8 @@ def measure_worst_step(
     schedule = kernels.TileSchedule(0, tiles.to(device), zeros[:0], 1, zeros)
     attention = kernels.AttentionBatch(table, zeros, zeros, schedule)
     sampled = torch.arange(min(max_num_seqs, max_num_tokens), dtype=torch.int32, device=device)
-    step = partial(_logits, model, ForwardBatch(zeros, None, attention, sampled, zeros), caches)
+    start = kernels.StepStart(last_ids=zeros, cells=table.view(-1), num_changes=zeros[:1], changes=zeros)
+    step = partial(_logits, model, ForwardBatch(zeros, None, attention, sampled, start), caches)
     kernels.compile_ahead(step)
     torch.cuda.reset_peak_memory_stats(device)
     for _ in range(2):

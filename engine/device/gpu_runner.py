@@ -20,6 +20,7 @@ from engine.device.gpu_inputs import GpuInputs, GpuLimits, Prepared
 from engine.device.gpu_sampler import GpuSampler, RowLogprobs
 from engine.device.graphs import capture
 from engine.device.kv import KVLayout
+from engine.device.returns import Returns
 from engine.device.scoring import SLICE_ROWS, ScoredRows
 from engine.device.staging import Layout
 from engine.models.decoder import Decoder
@@ -28,6 +29,9 @@ from engine.plan import StepPlan, StepResult
 from protocol.messages import F32, U32, Logprobs
 
 MAX_IN_FLIGHT = 2
+
+#: As a u32: what the sampler answers for logits that are not finite.
+_MINUS_ONE = 2**32 - 1
 
 _NOT_FINITE = "the model's logits were not finite"
 _NONE_ALLOWED = "allowed_token_ids, bad_words, logit_bias and min_tokens together leave no token to sample"
@@ -46,14 +50,13 @@ class GpuSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _InFlight:
-    """A launched step: what is on its way to pinned memory, and the event after it."""
+    """A launched step, and what is on its way to pinned memory."""
 
     step: int
     num_sampled: int
-    ids: Tensor
+    returns: Returns
     logprobs: RowLogprobs | None
     scored: RowLogprobs | None
-    done: torch.cuda.Event
 
 
 class GpuRunner:
@@ -75,6 +78,7 @@ class GpuRunner:
         )
         self._inputs = GpuInputs(limits, depth=MAX_IN_FLIGHT, device=settings.device, fill_rows=self._sampler.fill_rows)
         self._launched: deque[_InFlight] = deque()
+        self._returns = deque(Returns(settings.max_num_seqs, settings.device) for _ in range(MAX_IN_FLIGHT))
         layouts = [*self._inputs.decode_layouts, *self._inputs.chunk_layouts]
         self._graphs = capture(layouts, self._forward, self._pick)
 
@@ -90,24 +94,19 @@ class GpuRunner:
             ids, logprobs, scores = *self._run(prepared), None
         else:
             ids, logprobs, scores = self._run_scoring(prepared, scored)
-        num_sampled = len(prepared.slots)
-        kept = ids[:num_sampled].to("cpu", non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        self._launched.append(_InFlight(plan.step, num_sampled, kept, logprobs, scores, done))
+        returns = self._returns[0]
+        self._returns.rotate()
+        returns.send(ids)
+        self._launched.append(_InFlight(plan.step, len(prepared.slots), returns, logprobs, scores))
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step."""
         flight = self._launched.popleft()
-        flight.done.synchronize()
-        ids = flight.ids.numpy()
-        failed = tuple(
-            (row, _NOT_FINITE if ids[row] == -1 else _NONE_ALLOWED) for row in np.flatnonzero(ids < 0).tolist()
-        )
-        column = array(U32, np.maximum(ids, 0).astype(np.uint32).tobytes())
+        ids, negative = flight.returns.wait(flight.num_sampled)
+        failed = tuple([(row, _NOT_FINITE if ids[row] == _MINUS_ONE else _NONE_ALLOWED) for row in negative])
         logprobs = _columns(flight.logprobs, flight.num_sampled)
         scored = None if flight.scored is None else _columns(flight.scored, len(flight.scored.rows))
-        return StepResult(flight.step, column, logprobs, failed, scored)
+        return StepResult(flight.step, ids, logprobs, failed, scored)
 
     def _run(self, prepared: Prepared) -> tuple[Tensor, RowLogprobs | None]:
         if prepared.in_graph:

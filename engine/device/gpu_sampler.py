@@ -8,9 +8,9 @@ device, since the ids that change it are known there first; it is made when a re
 from __future__ import annotations
 
 from dataclasses import dataclass
+from struct import Struct
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,10 +20,8 @@ from engine.device.staging import Columns, Ints
 from engine.plan import SlotState
 from protocol.sampling import SamplingParams
 
-#: A slot's parameters, to be sent as int32.
-_NUMBERS = np.dtype(
-    [("seed", np.int64), ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("min_p", np.float32)]
-)
+#: A slot's seed, temperature, top_k, top_p and min_p, and the int32 that they are sent as.
+_PARAMETERS, _WORDS = Struct("=qfiff"), 6
 
 #: Beyond every place.
 _NEVER = 2**62
@@ -67,10 +65,9 @@ class GpuSampler:
         self._device = device
         self._shape = (max_num_seqs, vocab_size)
         self._rules: list[_SlotRules | None] = [None] * max_num_seqs
-        self._numbers = np.zeros(max_num_seqs, _NUMBERS)
-        self._words = self._numbers.view(np.int32).reshape(max_num_seqs, -1)
-        #: The place in its sequence from which on a slot's tokens need no more than `pick`.
-        self._plain_from = np.zeros(max_num_seqs, np.int64)
+        self._parameters = [bytes(_PARAMETERS.size)] * max_num_seqs
+        #: The place in its sequence from which on a slot's tokens need no more than `pick`, where it is not the first.
+        self._plain_from: dict[int, int] = {}
         self._bias: Tensor | None = None  # -inf for what is not allowed
         self._in_prompt: Tensor | None = None
         self._generated: Tensor | None = None
@@ -80,7 +77,8 @@ class GpuSampler:
         """Take over a slot for a request."""
         slot, params = state.slot, state.sampling
         top_k = max(params.top_k, 0)
-        self._numbers[slot] = (state.seed, params.temperature, top_k, params.top_p, params.min_p)
+        numbers = state.seed, params.temperature, top_k, params.top_p, params.min_p
+        self._parameters[slot] = _PARAMETERS.pack(*numbers)
         rules = _SlotRules(
             params=params,
             num_prompt=len(state.prompt_ids),
@@ -92,7 +90,9 @@ class GpuSampler:
             masked_until_min=state.masked_until_min,
         )
         self._rules[slot] = rules
-        self._plain_from[slot] = rules.plain_from
+        self._plain_from.pop(slot, None)
+        if plain_from := rules.plain_from:
+            self._plain_from[slot] = plain_from
         if rules.biased:
             self._enter_bias(slot, params)
         if rules.penalised:
@@ -102,18 +102,20 @@ class GpuSampler:
                 self._bad_words = GpuBadWords(self._shape[0], self._device)
             self._bad_words.enter(slot, params.bad_words, state.generated_ids)
 
-    def fill_rows(self, columns: Columns[Ints], slots: npt.NDArray[np.int64]) -> None:
+    def fill_rows(self, columns: Columns[Ints], slots: list[int]) -> None:
         """The sampling parameters of `slots` as the first rows of the columns."""
         count = len(slots)
-        words = self._words[slots]
-        columns.seeds[: 2 * count] = words[:, :2].ravel()
-        columns.temperature[:count], columns.top_k[:count], columns.top_p[:count], columns.min_p[:count] = words[
-            :, 2:
-        ].T
+        words = memoryview(b"".join([self._parameters[slot] for slot in slots])).cast("i")
+        columns.seeds[: 2 * count : 2], columns.seeds[1 : 2 * count : 2] = words[::_WORDS], words[1::_WORDS]
+        columns.temperature[:count], columns.top_k[:count] = words[2::_WORDS], words[3::_WORDS]
+        columns.top_p[:count], columns.min_p[:count] = words[4::_WORDS], words[5::_WORDS]
 
-    def is_plain(self, slots: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> bool:
+    def is_plain(self, slots: list[int], places: list[int]) -> bool:
         """Whether no row needs more than `pick`."""
-        return bool((places >= self._plain_from[slots]).all())
+        ruled = self._plain_from
+        if ruled.keys().isdisjoint(slots):
+            return True
+        return all([place >= ruled.get(slot, 0) for slot, place in zip(slots, places, strict=True)])
 
     def pick(self, logits: Tensor, columns: Columns[Tensor], last_ids: Tensor) -> Tensor:
         """Ids int32 [num_sampled] for float32 logits [num_sampled, vocab_size]; below 0 where there is none."""
@@ -134,11 +136,11 @@ class GpuSampler:
         logits: Tensor,
         columns: Columns[Tensor],
         last_ids: Tensor,
-        slots: npt.NDArray[np.int64],
-        places: npt.NDArray[np.int64],
+        slots: list[int],
+        places: list[int],
     ) -> tuple[Tensor, RowLogprobs | None]:
         """`pick` by all the rules of the first rows' slots. The logits stay as they are."""
-        rules = [self._slot_rules(slot) for slot in slots.tolist()]
+        rules = [self._slot_rules(slot) for slot in slots]
         ids = self.pick(self._changed(logits, rules, slots, places), columns, last_ids)
         self._count(rules, slots, ids)
         asked = [row for row, rule in enumerate(rules) if rule.params.logprobs is not None]
@@ -153,8 +155,8 @@ class GpuSampler:
         self,
         logits: Tensor,
         rules: list[_SlotRules],
-        slots: npt.NDArray[np.int64],
-        places: npt.NDArray[np.int64],
+        slots: list[int],
+        places: list[int],
     ) -> Tensor:
         """Logits after bias, allowed ids, penalties and the masks of bad words and before min_tokens."""
         raw = logits
@@ -163,7 +165,7 @@ class GpuSampler:
         early = [
             row * self._shape[1] + token_id
             for row, rule in enumerate(rules)
-            if rule.masks_ends(int(places[row]))
+            if rule.masks_ends(places[row])
             for token_id in rule.masked_until_min
         ]
         worded = [row for row, rule in enumerate(rules) if rule.has_bad_words]
@@ -171,18 +173,18 @@ class GpuSampler:
             logits = raw.clone()
         if biased:
             assert self._bias is not None
-            rows, of = self._send(biased), self._send(slots[biased].tolist())
+            rows, of = self._send(biased), self._send([slots[row] for row in biased])
             bias = self._bias.index_select(0, of)
             # Assigned, not added: an infinite logit plus this one's infinity would be NaN.
             logits[rows] = torch.where(bias == -torch.inf, bias, logits.index_select(0, rows) + bias)
         if penalised:
-            rows, of = self._send(penalised), self._send(slots[penalised].tolist())
+            rows, of = self._send(penalised), self._send([slots[row] for row in penalised])
             logits[rows] = self._penalised(logits.index_select(0, rows), of, [rules[row].params for row in penalised])
         if early:
             logits.view(-1).index_fill_(0, self._send(early), -torch.inf)
         for row in worded:
             assert self._bad_words is not None
-            self._bad_words.bar(logits[row], int(slots[row]))
+            self._bad_words.bar(logits[row], slots[row])
         return logits
 
     def _penalised(self, logits: Tensor, slots: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -197,19 +199,19 @@ class GpuSampler:
         logits = torch.where(known, repeated, logits)
         return logits - frequency * generated - presence * (generated > 0)
 
-    def _count(self, rules: list[_SlotRules], slots: npt.NDArray[np.int64], ids: Tensor) -> None:
+    def _count(self, rules: list[_SlotRules], slots: list[int], ids: Tensor) -> None:
         """Remember the sampled tokens of rows with penalties or bad words."""
         rows = [row for row, rule in enumerate(rules) if rule.penalised]
         if rows:
             assert self._generated is not None
             tokens = ids.index_select(0, self._send(rows)).clamp(min=0).to(torch.int64)
-            cells = self._send(slots[rows].tolist()) * self._shape[1] + tokens
+            cells = self._send([slots[row] for row in rows]) * self._shape[1] + tokens
             flat = self._generated.view(-1)
             flat.index_copy_(0, cells, flat.index_select(0, cells) + 1)
         for row, rule in enumerate(rules):
             if rule.has_bad_words:
                 assert self._bad_words is not None
-                self._bad_words.add(int(slots[row]), ids[row])
+                self._bad_words.add(slots[row], ids[row])
 
     def _enter_bias(self, slot: int, params: SamplingParams) -> None:
         if self._bias is None:

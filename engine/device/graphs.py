@@ -39,8 +39,8 @@ def decode_layouts(max_num_seqs: int) -> list[Layout]:
 
 def chunk_layouts(max_num_seqs: int, max_num_tokens: int, tile: int) -> list[Layout]:
     """Steps with short chunks, whose hundreds of launches would take the host longer than the device. `tile` is the
-    tokens of a short chunk's tile. Of 16, since the end of a prompt that is cached up to its last block has no more, and
-    products of 64 rows take an 8B model's layer 16 to 25 us longer.
+    tokens of a short chunk's tile. Of 16, since the end of a prompt that is cached up to its last block has no more,
+    and products of 64 rows take an 8B model's layer 16 to 25 us longer.
     """
     most_rows = min(64, max_num_seqs)
     sizes = [(size, min(size, most_rows)) for size in (16, 32, 64, 128, 256, 512) if size <= max_num_tokens]

@@ -24,8 +24,8 @@ class LayerCache:
 class ForwardBatch:
     """The tokens of one step. All layers share it.
 
-    `ids` [num_tokens] (int64; int32 on a GPU, where -1 - slot stands for `last_ids`[slot], what the step
-    before sampled); `cache_slots` int64 [num_tokens], where each token's key and value go (None on a
+    `ids` [num_tokens] (int64; int32 on a GPU, where -1 - slot stands for what the step before sampled,
+    in `start`); `cache_slots` int64 [num_tokens], where each token's key and value go (None on a
     GPU, which finds them itself); `attention` has their positions and block tables; `sampled`
     [num_sampled] are the rows whose logits are wanted, None for all of them. `pruned` is `attention` with a
     schedule of these rows alone, by which the last layer computes nothing else but keys and values; None: it
@@ -36,7 +36,7 @@ class ForwardBatch:
     cache_slots: Tensor | None
     attention: kernels.AttentionBatch
     sampled: Tensor | None
-    last_ids: Tensor | None = None
+    start: kernels.StepStart | None = None
     pruned: kernels.AttentionBatch | None = None
 
 

@@ -63,15 +63,15 @@ class Embedding:
         self._dtype = dtype
         self._scale = float(torch.tensor(scale, dtype=dtype))
 
-    def __call__(self, ids: Tensor, last_ids: Tensor | None) -> Tensor:
+    def __call__(self, ids: Tensor, start: kernels.StepStart | None) -> Tensor:
         """ids [M] → [M, hidden_size]; both as in `ForwardBatch`."""
-        rows = self._rows(ids, last_ids)
+        rows = self._rows(ids, start)
         return rows if self._scale == 1.0 else rows * self._scale
 
-    def _rows(self, ids: Tensor, last_ids: Tensor | None) -> Tensor:
-        if last_ids is not None:
+    def _rows(self, ids: Tensor, start: kernels.StepStart | None) -> Tensor:
+        if start is not None:
             weight = self._weight if isinstance(self._weight, Tensor) else self._weight.data
-            return kernels.embed_ahead(ids, last_ids, weight, self._dtype)
+            return kernels.embed_ahead(ids, start, weight, self._dtype)
         if isinstance(self._weight, Tensor):
             return self._weight.index_select(0, ids).to(self._dtype)
         return self._weight.rows(ids).to(self._dtype)

@@ -196,7 +196,7 @@ class Decoder:
 
     def embedded(self, batch: ForwardBatch) -> Tensor:
         """What enters the first layer: [num_tokens, hidden_size]."""
-        return self._embedding(batch.ids, batch.last_ids)
+        return self._embedding(batch.ids, batch.start)
 
     def through_layers(
         self, embedded: Tensor, batch: ForwardBatch, caches: Sequence[LayerCache]

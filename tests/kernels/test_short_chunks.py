@@ -9,20 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.short_chunks import ShortTiles
+from kernels.short_chunks import ITEM_COLUMNS, ShortTiles
 
 TILES = ShortTiles(rows=64, tokens=16, groups=8, head_dim=128)
 
 
-def arrays(chunks: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """First rows, numbers and ends of chunks given as (positions before, tokens)."""
-    starts, counts = (np.array(column, np.int64) for column in zip(*chunks, strict=True))
-    return np.cumsum(counts) - counts, counts, starts + counts
+def items_of(chunks: list[tuple[int, int]], most: int, tiles: ShortTiles = TILES) -> np.ndarray:
+    """Items [n, 5] of chunks given as (positions before, tokens)."""
+    counts = [count for _, count in chunks]
+    begins = itertools.accumulate(counts[:-1], initial=0)
+    placed = [(begin, count, start + count) for begin, (start, count) in zip(begins, chunks, strict=True)]
+    return np.array(tiles.items(placed, most)).reshape(-1, ITEM_COLUMNS)
 
 
 def test_the_end_of_a_cached_prompt_is_shared_by_a_program_a_split() -> None:
-    begins, counts, ends = arrays([(8176, 16)])
-    items = TILES.items(begins, counts, ends, 69)
+    items = items_of([(8176, 16)], 69)
     assert items[:, :2].tolist() == [[0, 16]] * 32
     assert items[:, 2].tolist() == list(range(32))
     assert set(items[:, 3].tolist()) == {32}
@@ -30,8 +31,7 @@ def test_the_end_of_a_cached_prompt_is_shared_by_a_program_a_split() -> None:
 
 
 def test_without_spare_items_each_tile_is_one_program() -> None:
-    begins, counts, ends = arrays([(8000, 40), (3, 1)])
-    assert TILES.items(begins, counts, ends, 4).tolist() == [
+    assert items_of([(8000, 40), (3, 1)], 4).tolist() == [
         [0, 16, 0, 1, 0],
         [16, 16, 0, 1, 0],
         [32, 8, 0, 1, 0],
@@ -41,8 +41,7 @@ def test_without_spare_items_each_tile_is_one_program() -> None:
 
 def test_what_finds_no_room_is_walked() -> None:
     assert TILES.num_parts == 4032
-    begins, counts, ends = arrays([(100_000, 16), (70_000, 16), (1_000, 16)])  # 391, 274 and 4 splits, 8 groups each
-    items = TILES.items(begins, counts, ends, 64)
+    items = items_of([(100_000, 16), (70_000, 16), (1_000, 16)], 64)  # 391, 274 and 4 splits, 8 groups each
     programs = {row: count for row, _, _, count, _ in items.tolist()}
     assert programs[0] > 1
     assert programs[16] == 1
@@ -56,13 +55,13 @@ def test_what_finds_no_room_is_walked() -> None:
 )
 def test_every_tile_has_all_of_its_programs(chunks: list[tuple[int, int]], spare: int, groups: int) -> None:
     tiles = ShortTiles(rows=64, tokens=16, groups=groups, head_dim=128)
-    begins, counts, ends = arrays(chunks)
+    starts, counts = (np.array(column) for column in zip(*chunks, strict=True))
     most = tiles.count(counts) + spare
-    items = tiles.items(begins, counts, ends, most)
+    items = items_of(chunks, most, tiles)
     assert len(items) <= most
     rows = np.concatenate([np.arange(row, row + count) for row, count, program, _, _ in items.tolist() if not program])
     assert sorted(rows.tolist()) == list(range(int(counts.sum())))
-    position = np.concatenate([np.arange(end - count, end) for count, end in zip(counts, ends, strict=True)])
+    position = np.concatenate([np.arange(end - count, end) for count, end in zip(counts, starts + counts, strict=True)])
     used = []
     for row in {row for row, *_ in items.tolist()}:
         own = items[items[:, 0] == row]

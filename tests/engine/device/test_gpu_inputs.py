@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from array import array
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
 from engine.device import gpu_inputs
 from engine.device.gpu_inputs import GpuInputs, GpuLimits
 from engine.device.staging import Columns, Ints, Layout
+from engine.layers.attention import ForwardBatch
 from engine.plan import PlanEntry, SlotState, StepPlan
 from kernels.short_chunks import ShortTiles
 from protocol.messages import U32
 from protocol.sampling import SamplingParams
 
 
-def fill_rows(columns: Columns[Ints], slots: npt.NDArray[np.int64]) -> None:
-    columns.top_k[: len(slots)] = slots + 100
+def fill_rows(columns: Columns[Ints], slots: list[int]) -> None:
+    columns.top_k[: len(slots)] = array("i", [slot + 100 for slot in slots])
 
 
 def make_inputs() -> GpuInputs:
@@ -48,6 +47,16 @@ def entry(slot: int, start: int, ids: list[int], *, short: bool = False, blocks:
     return PlanEntry(slot, start, len(ids) + short, array(U32, ids), blocks, True)
 
 
+def tables_of(batch: ForwardBatch) -> torch.Tensor:
+    """The block tables once the step's first kernel has changed them."""
+    start, tables = batch.start, batch.attention.block_tables
+    assert start is not None
+    count = int(start.num_changes)
+    start.cells[start.changes[:count].long()] = start.changes[count : 2 * count]
+    assert start.cells.data_ptr() == tables.data_ptr()
+    return tables
+
+
 def test_decodes_take_a_graph_and_name_slots_of_unknown_ids(inputs: GpuInputs) -> None:
     plan = StepPlan(1, entered(5, 2), (entry(5, 16, [], short=True, blocks=(9, 4)), entry(2, 3, [7], blocks=(6,))))
     prepared = inputs.prepare(StepPlan(1, plan.entered, (*plan.entries, entry(0, 0, [3], blocks=(1,)))))
@@ -57,28 +66,30 @@ def test_decodes_take_a_graph_and_name_slots_of_unknown_ids(inputs: GpuInputs) -
     assert batch.sampled is None
     assert batch.attention.positions.tolist() == [16, 3, 0, -1]
     assert batch.attention.seq_index.tolist() == [5, 2, 0, 0]
-    assert batch.attention.block_tables[5, :3].tolist() == [9, 4, 0]
-    assert batch.attention.block_tables[2, 0] == 6
+    tables = tables_of(batch)
+    assert tables[5, :3].tolist() == [9, 4, 0]
+    assert tables[2, 0] == 6
     assert columns.slots.tolist() == [5, 2, 0, -1]
     assert columns.places.tolist()[:3] == [17, 4, 1]
     assert columns.top_k.tolist()[:3] == [105, 102, 100]
 
 
 def test_blocks_are_appended_until_the_slot_is_entered_again(inputs: GpuInputs) -> None:
-    inputs.prepare(StepPlan(1, entered(3), (entry(3, 0, [1], blocks=(7,)),)))
-    inputs.prepare(StepPlan(2, (), (entry(3, 16, [1], blocks=(8,)),)))
-    prepared = inputs.prepare(StepPlan(3, (), (entry(3, 17, [1]),)))
-    tables = inputs.graph_batch(prepared.layout)[0].attention.block_tables
-    assert tables[3, :2].tolist() == [7, 8]
-    inputs.prepare(StepPlan(4, entered(3), (entry(3, 0, [1], blocks=(5,)),)))
-    assert tables[3, :2].tolist() == [5, 8]
+    def step(number: int, plan_entry: PlanEntry, *new: int) -> list[int]:
+        prepared = inputs.prepare(StepPlan(number, entered(*new), (plan_entry,)))
+        return tables_of(inputs.graph_batch(prepared.layout)[0])[3, :2].tolist()
+
+    assert step(1, entry(3, 0, [1], blocks=(7,)), 3) == [7, 0]
+    assert step(2, entry(3, 16, [1], blocks=(8,))) == [7, 8]
+    assert step(3, entry(3, 17, [1])) == [7, 8]
+    assert step(4, entry(3, 0, [1], blocks=(5,)), 3) == [5, 8]
 
 
 def test_all_slots_may_get_whole_tables_in_one_step(inputs: GpuInputs) -> None:
     rows = torch.arange(80).view(8, 10).flip(0)
     plan = StepPlan(1, entered(*range(8)), tuple(entry(s, 158, [1], blocks=tuple(rows[s].tolist())) for s in range(8)))
     prepared = inputs.prepare(plan)
-    assert inputs.graph_batch(prepared.layout)[0].attention.block_tables.tolist() == rows.tolist()
+    assert tables_of(inputs.graph_batch(prepared.layout)[0]).tolist() == rows.tolist()
 
 
 def test_short_chunks_take_a_graph_in_which_all_rows_are_items(inputs: GpuInputs) -> None:
@@ -114,8 +125,8 @@ def test_long_chunks_run_without_a_graph(inputs: GpuInputs) -> None:
     assert pruned.tiles.tolist() == []
     assert pruned.items.tolist() == [[80, 1, 0, 1, 0]]
     assert columns.index.tolist() == [0, 80]
-    assert prepared.slots.tolist() == [0, 1]
-    assert prepared.places.tolist() == [5, 80]
+    assert prepared.slots == [0, 1]
+    assert prepared.places == [5, 80]
 
 
 def test_short_chunks_beside_long_ones_are_items(inputs: GpuInputs) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from array import array
+
 import torch
 
 from engine.device.staging import Layout, Staging
@@ -9,7 +11,7 @@ CPU = torch.device("cpu")
 
 def test_columns_are_aligned_and_apart() -> None:
     spans, size = Layout(5, 3, 2, 1, 2).offsets()
-    assert [end - begin for begin, end in spans] == [6, 5, 5, 5, 3, 3, 3, 3, 3, 3, 3, 4, 5, 10]
+    assert [end - begin for begin, end in spans] == [1, 6, 5, 5, 5, 3, 3, 3, 3, 3, 3, 3, 4, 5, 10]
     assert all(begin % 4 == 0 for begin, _ in spans)
     assert all(end <= begin for (_, end), (begin, _) in zip(spans, [*spans[1:], (size, size)], strict=True))
 
@@ -18,9 +20,9 @@ def test_what_is_filled_arrives() -> None:
     layout = Layout(3, 2, 1)
     staging = Staging(Layout(8, 4, 4), depth=2, device=CPU)
     host = staging.host(layout)
-    host.ids[:] = [7, 8, 9]
-    host.slots[:] = [1, 0]
-    host.tiles[:] = [2, 1]
+    host.ids[:] = array("i", [7, 8, 9])
+    host.slots[:] = array("i", [1, 0])
+    host.tiles[:] = array("i", [2, 1])
     staging.send(layout)
     device = staging.device(layout)
     assert device.ids.tolist() == [7, 8, 9]
@@ -41,18 +43,14 @@ def test_the_step_in_flight_keeps_its_buffer() -> None:
     assert third.ids[0] == 5  # the first one's buffer again
 
 
-def test_changes_arrive_with_the_columns_of_any_layout_and_the_last_is_repeated() -> None:
+def test_changes_of_any_number_arrive_with_the_columns_of_any_layout() -> None:
     staging = Staging(Layout(8, 4, 4), max_changes=100, depth=2, device=CPU)
-    for layout, num_changes in ((Layout(3, 2, 1), 3), (Layout(8, 4), 100), (Layout(1, 1), 0)):
-        staging.host(layout).ids[:] = num_changes
-        if num_changes:
-            changes = staging.host_changes(num_changes)
-            changes.cells[:num_changes] = range(2**40, 2**40 + num_changes)
-            changes.values[:num_changes] = range(num_changes)
+    for layout, num_changes in ((Layout(3, 2, 1), 3), (Layout(8, 4, 4), 100), (Layout(1, 1), 0)):
+        host = staging.host(layout)
+        host.ids[:], host.num_changes[0] = array("i", [num_changes]) * layout.num_tokens, num_changes
+        host.changes[: 2 * num_changes] = array("i", range(2 * num_changes))
         staging.send(layout, num_changes)
-        assert staging.device(layout).ids.tolist() == [num_changes] * layout.num_tokens
-        if num_changes:
-            sent = staging.device_changes(num_changes)
-            places = [*range(num_changes), *[num_changes - 1] * (len(sent.cells) - num_changes)]
-            assert sent.values.tolist() == places
-            assert sent.cells.tolist() == [2**40 + place for place in places]
+        device = staging.device(layout)
+        assert device.num_changes.tolist() == [num_changes]
+        assert device.ids.tolist() == [num_changes] * layout.num_tokens
+        assert device.changes[: 2 * num_changes].tolist() == [*range(2 * num_changes)]

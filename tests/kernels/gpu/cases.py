@@ -1,17 +1,32 @@
-"""Batches of attention, laid out for a CPU and for a GPU."""
+"""What kernels are called with: beginnings of steps, and batches of attention, laid out for a CPU and for a GPU."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 import kernels
 from kernels.gpu import attention
 from kernels.short_chunks import ITEM_COLUMNS
+
+
+def step_start(last_ids: Tensor, num_changes: int) -> kernels.StepStart:
+    """With so many changes of cells that they leave some between them; behind them is what nobody should read."""
+    cells = torch.arange(2 * num_changes + 5, dtype=torch.int32)
+    indexes = torch.randperm(len(cells))[:num_changes].int()
+    changes = torch.cat((indexes, 10_000 + indexes, torch.full((7,), 2**30, dtype=torch.int32)))
+    count = torch.tensor([num_changes], dtype=torch.int32)
+    return kernels.StepStart(last_ids, *(column.to(last_ids.device) for column in (cells, count, changes)))
+
+
+def changed(start: kernels.StepStart) -> Tensor:
+    """The cells as they will be."""
+    count, cells = int(start.num_changes), start.cells.clone()
+    cells[start.changes[:count].long()] = start.changes[count : 2 * count]
+    return cells
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,13 +97,13 @@ class AttentionCase:
         """The same with short tiles alone, `spare` more programs to share their contexts, and one item of padding."""
         batch, schedule = self.batch, self.batch.schedule
         assert schedule is not None
-        chunks = schedule.tiles.cpu().numpy().astype(np.int64)
+        chunks = schedule.tiles.tolist()
         heads, kv_heads, head_dim = self.num_heads, self.values.shape[1], self.values.shape[3]
         tiles = kernels.short_tiles(heads, kv_heads, head_dim, self.qkv.dtype)
-        ends = batch.positions.cpu().numpy()[chunks.sum(1) - 1] + 1
-        items = tiles.items(chunks[:, 0], chunks[:, 1], ends, tiles.count(chunks[:, 1]) + spare)
-        padded = torch.from_numpy(np.concatenate((items, np.zeros((1, ITEM_COLUMNS), np.int64)))).int()
-        padded = padded.to(schedule.tiles.device)
+        placed = [(first, count, int(batch.positions[first + count - 1]) + 1) for first, count in chunks]
+        items = tiles.items(placed, tiles.count([count for _, count in chunks]) + spare)
+        padded = torch.tensor([*items, *[0] * ITEM_COLUMNS], dtype=torch.int32, device=schedule.tiles.device)
+        padded = padded.view(-1, ITEM_COLUMNS)
         return replace(self, batch=replace(batch, schedule=replace(schedule, tiles=schedule.tiles[:0], items=padded)))
 
     def of_last_tokens(self, spare: int) -> tuple[AttentionCase, Tensor]:

@@ -38,7 +38,7 @@ from kernels.gpu import (
 from kernels.norm import rms_norm_reference
 from kernels.routing import route_reference
 from kernels.sampling import mask_logits
-from tests.kernels.gpu.cases import AttentionCase
+from tests.kernels.gpu.cases import AttentionCase, changed, step_start
 
 # Idle rows of a tile divide 0 by 0, and are not stored.
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.timeout(300)]
@@ -118,7 +118,11 @@ def test_soft_cap() -> None:
 def test_embeddings() -> None:
     weight = torch.randn(9, 12)
     ids, last = torch.tensor([3, -1, -2], dtype=torch.int32), torch.tensor([5, 8], dtype=torch.int32)
-    assert torch.equal(embedding.embed_ahead(ids, last, weight, torch.float16), weight[[3, 5, 8]].half())
+    for num_changes in (0, 5, 1200):
+        start = step_start(last, num_changes)
+        wanted = changed(start)
+        assert torch.equal(embedding.embed_ahead(ids, start, weight, torch.float16), weight[[3, 5, 8]].half())
+        assert torch.equal(start.cells, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -22,7 +22,7 @@ from kernels.gate import Activation
 from kernels.gpu import decode, vector
 from kernels.gpu.launch import limits
 from kernels.gpu.noise import gumbel_noise
-from tests.kernels.gpu.cases import AttentionCase
+from tests.kernels.gpu.cases import AttentionCase, step_start
 
 DEVICE = torch.device("cuda", 0)
 BF16 = torch.bfloat16
@@ -38,7 +38,7 @@ def launch_row_operators() -> None:
     kernels.silu_and_mul(_random(3, 250)[:, :200])
     kernels.soft_cap_(_random(3, 1001, dtype=torch.float32), 30.0)
     ids, last = (torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in ([3, -1, -2], [5, 8]))
-    kernels.embed_ahead(ids, last, _random(9, 200), BF16)
+    kernels.embed_ahead(ids, step_start(last, 1200), _random(9, 200), BF16)
 
 
 def launch_products() -> None:

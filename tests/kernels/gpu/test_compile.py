@@ -45,7 +45,8 @@ def test_row_operators(capability: int, dtype: torch.dtype, monkeypatch: pytest.
         for kind in kernels.Activation:
             activation.activate_and_mul(x, kind)
         activation.soft_cap_(x.float(), 30.0)
-        embedding.embed_ahead(torch.empty(2, dtype=torch.int32), torch.empty(4, dtype=torch.int32), x, dtype)
+        ids = torch.empty(8, dtype=torch.int32)
+        embedding.embed_ahead(ids, kernels.StepStart(ids, ids, ids[:1], ids), x, dtype)
     assert compiled.names == [
         "rms_norm_kernel",
         "activate_and_mul_kernel",
@@ -57,6 +58,9 @@ def test_row_operators(capability: int, dtype: torch.dtype, monkeypatch: pytest.
     # A step's first kernel lets nothing of the step begin before all of the last one is done: attention relies on it.
     assert compiled.dependent == (compiled.names[:-1] if capability >= 90 else [])
     assert "griddepcontrol.wait" not in compiled.assembly[-1]
+    if capability >= 90:  # and lets the next begin when the tables that it reads before it waits are in memory
+        stores = r"st\.global.*fence\.acq_rel\.gpu.*bar\.sync.*griddepcontrol\.launch_dependents.*st\.global"
+        assert re.search(stores, compiled.assembly[-1], re.DOTALL)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -12,7 +12,7 @@ import kernels
 from kernels.attention import rotate_and_attend
 from kernels.experts import mix_experts_reference
 from kernels.routing import route_reference
-from tests.kernels.gpu.cases import AttentionCase
+from tests.kernels.gpu.cases import AttentionCase, changed, step_start
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -113,8 +113,12 @@ def test_embeddings(cuda: torch.device) -> None:
     weight = torch.randn(100, 48, device=cuda)
     last = torch.tensor([5, 99, 7], dtype=torch.int32, device=cuda)
     ids = torch.tensor([3, -1, -3, 0, -2], dtype=torch.int32, device=cuda)
-    found = kernels.embed_ahead(ids, last, weight, torch.bfloat16)
-    assert torch.equal(found, weight[[3, 5, 7, 0, 99]].bfloat16())
+    for num_changes in (0, 5, 4000):
+        start = step_start(last, num_changes)
+        wanted = changed(start)
+        found = kernels.embed_ahead(ids, start, weight, torch.bfloat16)
+        assert torch.equal(found, weight[[3, 5, 7, 0, 99]].bfloat16())
+        assert torch.equal(start.cells, wanted)
 
 
 @pytest.mark.parametrize(

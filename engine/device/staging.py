@@ -52,8 +52,8 @@ class Layout:
 class Columns(Generic[Array]):
     """Slices of a buffer, all int32. `num_changes` and `changes` are as in `kernels.StepStart`. Three hold float32 bits
     (`temperature`, `top_p`, `min_p`), `seeds` [2 * num_sampled] int64; `tiles` is [2 * num_tiles], `items`
-    [5 * num_items], `last_items` [5 * num_last_items]. `index` are the rows of sampled tokens, `places` their indexes in
-    their sequences.
+    [5 * num_items], `last_items` [5 * num_last_items]. `index` are the rows of sampled tokens, `places` their indexes
+    in their sequences.
     """
 
     num_changes: Array

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter
 
 import kernels
 from kernels.activation import gelu_and_mul_reference, silu_and_mul_reference
@@ -28,17 +25,16 @@ from kernels.gpu import (
     logprobs,
     matmul,
     mode,
-    noise,
     norm,
     products,
     routing,
-    sampling,
     vector,
 )
 from kernels.norm import rms_norm_reference
 from kernels.routing import route_reference
-from kernels.sampling import mask_logits
 from tests.kernels.gpu.cases import AttentionCase, changed, step_start
+
+pytest_plugins = ("tests.kernels.gpu.interpreting",)
 
 # Idle rows of a tile divide 0 by 0, and are not stored.
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.timeout(300)]
@@ -47,38 +43,6 @@ CLOSE = {torch.float32: 1e-6, torch.float16: 1e-3}
 DTYPES = list(CLOSE)
 SPREADS = (decode.Spread(1, 4, 1), decode.Spread(2, 4, 1), decode.Spread(2, 4, 1, early=True))
 REFERENCES = {Activation.SILU: silu_and_mul_reference, Activation.GELU_TANH: gelu_and_mul_reference}
-
-
-@pytest.fixture(autouse=True)
-def _scalars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter makes integers by `int(array)`, which numpy allows only without dimensions since 2.4."""
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
-@pytest.fixture(autouse=True)
-def _rounding_to_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's loses the carry of a mantissa that rounds up to the next power of two."""
-    convert = interpreter._convert_float
-
-    def converted(x: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: object) -> np.ndarray:
-        if target.is_fp8e4nv():
-            return torch.from_numpy(x.astype(np.float32)).to(kernels.FP8).view(torch.uint8).numpy()
-        return convert(x, source, target, rounding)
-
-    monkeypatch.setattr(interpreter, "_convert_float", converted)
-
-
-@pytest.fixture(autouse=True)
-def _references() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    kernels.start(kernels.Implementation.REFERENCE)
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -347,60 +311,6 @@ def test_attention_to_an_fp8_pool(dtype: torch.dtype, spread: decode.Spread, mon
     assert error(found, wanted) < CLOSE[dtype]
     for pool, expected in ((copied.values, case.values), (copied.keys, case.keys)):
         assert int((pool.view(torch.uint8) != expected.view(torch.uint8)).sum()) < 5  # the rotation rounds otherwise
-
-
-def test_noise() -> None:
-    seeds, places = torch.tensor([1, -5, 2**62 + 12345678901]), torch.tensor([0, 7, 123456])
-    found, wanted = noise.gumbel_noise(seeds, places, 300), kernels.gumbel_noise(seeds, places, 300)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)  # the interpreter's fma rounds twice
-
-
-@pytest.mark.parametrize(("block", "turns"), [(8192, 3), (64, 1)])
-def test_sampling(block: int, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one block all values are held; of lanes of 5 values each, thresholds lie below what is held."""
-    monkeypatch.setattr(sampling, "_THRESHOLD_BLOCK", block)
-    rows, vocab = 20, 300
-    logits = torch.randn(rows, vocab) * 3
-    logits[8], logits[9, ::3], logits[10] = 1.0, 20.0, logits[10].round()
-    logits[5, 7], logits[6, 9], logits[7] = torch.nan, torch.inf, -torch.inf
-    number = torch.arange(rows)
-    temperature = torch.where(number % 5 == 0, 0.0, 0.8)
-    top_k, top_p, min_p = torch.zeros(rows, dtype=torch.int64), torch.ones(rows), torch.zeros(rows)
-    top_k[8:14] = torch.tensor([5, 10, 3, 1, 40, 250])
-    top_p[10:17] = torch.tensor([0.5, 1.0, 0.7, 0.1, 0.5, 0.9, 0.99])
-    min_p[16:], min_p[12] = 0.05, 0.2
-    last = torch.zeros(rows, dtype=torch.int32)
-    for turn in range(turns):
-        seeds = number * 123456789 + turn
-        wanted = kernels.sample(logits, temperature, top_k, top_p, min_p, seeds, number)
-        found = sampling.sample_ahead(
-            logits, temperature, top_k.int(), top_p, min_p, seeds, number.int(), number.int(), last
-        )
-        assert found[5:8].tolist() == [sampling.NOT_FINITE, sampling.NOT_FINITE, sampling.NONE_ALLOWED]
-        assert torch.equal(found.clamp(min=-1).long(), wanted)
-        assert torch.equal(last, found.clamp(min=0))
-
-
-@pytest.mark.parametrize("block", [8192, 64])
-def test_sampling_of_allowed_tokens(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of the first row's, none of the second's; the third has a NaN that is not allowed. 300 is not 32 n."""
-    monkeypatch.setattr(sampling, "_THRESHOLD_BLOCK", block)
-    rows, vocab = 8, 300
-    logits, number = torch.randn(rows, vocab) * 3, torch.arange(rows)
-    words = torch.randint(-(2**31), 2**31, (rows, 10)).int()
-    words[0], words[1], words[2, 0] = -1, 0, -1 - 2**7
-    logits[2, 7] = torch.nan
-    temperature, min_p = torch.full((rows,), 0.8), torch.zeros(rows)
-    temperature[3] = 0.0
-    top_k, top_p = torch.tensor([0, 0, 0, 0, 5, 0, 40, 0]), torch.tensor([1, 1, 1, 1, 1, 0.5, 0.9, 0.95])
-    columns = (temperature, top_k, top_p, min_p, number, number)
-    wanted = kernels.sample(mask_logits(logits, words), *columns)
-    last = torch.zeros(rows, dtype=torch.int32)
-    found = sampling.sample_ahead(
-        *(logits, temperature, top_k.int(), top_p, min_p, number, number.int(), number.int(), last, words)
-    )
-    assert found[1] == sampling.NONE_ALLOWED
-    assert torch.equal(found.clamp(min=-1).long(), wanted)
 
 
 def test_logprobs() -> None:

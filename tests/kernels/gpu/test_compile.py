@@ -190,10 +190,11 @@ def test_sampling(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
         noise.gumbel_noise(seeds, seeds, 1000)
     assert compiled.names == [
         "threshold_kernel",
-        "pick_kernel",
+        "bound_kernel",
         "choose_kernel",
         "threshold_kernel",
-        "pick_kernel",
+        "bound_kernel",
+        "choose_kernel",
         "logprobs_kernel",
         "gumbel_noise_kernel",
     ]

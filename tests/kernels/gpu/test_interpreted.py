@@ -14,9 +14,10 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_operators_equal_their_references() -> None:
+@pytest.mark.parametrize("name", ["check_interpreted.py", "check_sampling.py"])
+def test_operators_equal_their_references(name: str) -> None:
     pytest.importorskip("triton")
-    file = Path(__file__).with_name("check_interpreted.py")
+    file = Path(__file__).with_name(name)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", str(file)],
         cwd=ROOT,

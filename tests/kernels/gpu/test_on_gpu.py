@@ -13,6 +13,7 @@ from kernels.attention import rotate_and_attend
 from kernels.experts import mix_experts_reference
 from kernels.routing import route_reference
 from tests.kernels.gpu.cases import AttentionCase, changed, step_start
+from tests.kernels.gpu.sampling_cases import HardRows, noise_and_bound
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -348,6 +349,27 @@ def test_sampling_picks_what_the_cpu_picks(cuda: torch.device) -> None:
         differ += int((found != wanted).sum())
     # A nucleus' edge may fall between two tokens by the rounding of its sum.
     assert differ <= 1
+
+
+@pytest.mark.parametrize("vocab", [1000, 128_256, 151_936])
+def test_sampling_of_hard_rows(cuda: torch.device, vocab: int) -> None:
+    rows = HardRows.draw(vocab)
+    number = torch.arange(len(rows.logits))
+    last = torch.zeros(len(number), dtype=torch.int32, device=cuda)
+    kernels.start(kernels.Implementation.NATIVE)
+    for turn in range(3):
+        columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, number * 7919 + turn, number)
+        wanted = kernels.sample(rows.logits, *columns)
+        columns = (rows.temperature, rows.top_k.int(), rows.top_p, rows.min_p, number * 7919 + turn, number.int())
+        found = kernels.sample_ahead(rows.logits.to(cuda), *(c.to(cuda) for c in (*columns, number.int())), last)
+        assert found.cpu().clamp(min=-1).tolist() == wanted.tolist()
+
+
+def test_no_noise_is_above_its_bound(cuda: torch.device) -> None:
+    """For all words there are: the lowest 8 bits do not matter."""
+    drawn, bound = noise_and_bound(torch.arange(2**24, device=cuda) << 8)
+    assert bool((bound > drawn + 5e-5).all())
+    assert float((bound - drawn)[(drawn > 3) & (drawn < 16.6)].max()) < 0.09
 
 
 def test_logprobs(cuda: torch.device) -> None:

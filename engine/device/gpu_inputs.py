@@ -59,6 +59,23 @@ class Prepared:
     places: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Divided:
+    """How a step's attention is divided among programs: the columns of these names."""
+
+    tiles: array[int]
+    items: array[int]
+    last_items: array[int]
+
+    def layout(self, num_tokens: int, num_sampled: int) -> Layout:
+        """That of a step which is so divided, without padding."""
+        num_items, num_last_items = (len(items) // ITEM_COLUMNS for items in (self.items, self.last_items))
+        return Layout(num_tokens, num_sampled, len(self.tiles) // TILE_COLUMNS, num_items, num_last_items)
+
+
+_UNDIVIDED = _Divided(_NONE, _NONE, _NONE)
+
+
 class GpuInputs:
     """`fill_rows(columns, slots)` writes the sampling parameters of slots to the columns for them."""
 
@@ -75,7 +92,7 @@ class GpuInputs:
         rows = limits.max_num_seqs
         most_tokens = max(limits.max_num_tokens, rows)
         self.decode_layouts = decode_layouts(rows)
-        self.chunk_layouts = chunk_layouts(rows, limits.max_num_tokens, limits.short.tokens)
+        self.chunk_layouts = chunk_layouts(rows, limits.max_num_tokens, limits.short.tokens, limits.query_tile)
         most_tiles = limits.max_num_tokens // limits.query_tile + rows
         most_items = limits.max_num_tokens // limits.short.tokens + rows + SPARE_ITEMS
         most = Layout(most_tokens, rows, most_tiles, most_items, rows + SPARE_ITEMS)
@@ -88,8 +105,9 @@ class GpuInputs:
             for count in range(rows + 1)
         ]
         self._range = memoryview(array("i", range(limits.max_blocks * limits.block_size)))
-        padded = max([rows, *[max(x.num_tokens, ITEM_COLUMNS * x.num_items) for x in self.chunk_layouts]])
+        padded = max([rows, *[layout.offsets()[1] for layout in self.chunk_layouts]])  # no column is longer
         self._zeros, self._ones_below = (memoryview(array("i", [number]) * padded) for number in (0, -1))
+        self._most_brief = _SHORT_TILES * limits.short.tokens
         self._num_blocks = [0] * rows
         self._unknown = [(-1 - slot).to_bytes(4, sys.byteorder, signed=True) for slot in range(rows)]
         self._arrivals = torch.zeros(most_tokens * limits.num_heads, dtype=torch.int32, device=device)
@@ -112,25 +130,23 @@ class GpuInputs:
         num_single = num_rows if all_single else next(row for row, length in enumerate(lengths) if length > 1)
         layout = self._graph_layout(lengths, num_tokens, num_sampled)
         in_graph = layout is not None
-        tiles, items, last_items, longest = _NONE, _NONE, _NONE, 1  # a graph's longest is fixed
-        if layout is None:
+        divided, longest = _UNDIVIDED, 1  # a graph's longest is fixed
+        if layout is None or layout.num_items:
             chunks = _chunks(entries, ends)
-            tiles, items = self._divide(chunks[num_single:])
-            last_items = self._last_items(num_single, index, places)
-            num_items, num_last_items = len(items) // ITEM_COLUMNS, len(last_items) // ITEM_COLUMNS
-            layout = Layout(num_tokens, num_sampled, len(tiles) // TILE_COLUMNS, num_items, num_last_items)
-            longest = max([end for _, _, end in chunks[:num_single]], default=1)
-        elif layout.num_items:
-            items = self._limits.short.items(_chunks(entries, ends), layout.num_items)
+            apart = 0 if in_graph else num_single  # a graph's single tokens are items
+            lasts = [(row, 1, place) for row, place in zip(index, places, strict=True) if row >= apart]
+            divided = self._divide(chunks[apart:], lasts, layout)
+            longest = max([end for _, _, end in chunks[:apart]], default=1)
+        if layout is None:
+            layout = divided.layout(num_tokens, num_sampled)
         columns = self._staging.host(layout)
-        columns.tiles[: len(tiles)], columns.items[: len(items)] = tiles, items
-        columns.last_items[: len(last_items)] = last_items
         self._fill_tokens(columns, entries, num_single)
         columns.index[:num_sampled], columns.places[:num_sampled] = array("i", index), array("i", places)
         columns.slots[:num_sampled] = array("i", slots)
         self._fill_rows(columns, slots)
+        self._fill_divided(columns, divided)
         if in_graph:
-            self._pad(columns, layout, num_tokens, num_sampled, len(items))
+            self._pad(columns, layout, num_tokens, num_sampled)
         self._staging.send(layout, self._change_tables(plan, columns))
         return Prepared(layout, in_graph, num_single, longest, slots, places)
 
@@ -143,13 +159,17 @@ class GpuInputs:
         return ForwardBatch(columns.ids, None, attention, columns.index, self._start(columns), pruned), columns
 
     def graph_batch(self, layout: Layout) -> tuple[ForwardBatch, Columns[Tensor]]:
-        """The tensors that every step in a graph's layout reads."""
+        """The tensors that every step in a graph's layout reads, to be pruned if it has tiles of long chunks."""
         columns = self._staging.device(layout)
         decodes = layout.num_items == 0
         longest = self._limits.max_blocks * self._limits.block_size
-        attention = self._attention(columns, columns.tiles, columns.items, layout.num_tokens if decodes else 0, longest)
+        single = layout.num_tokens if decodes else 0
+        attention = self._attention(columns, columns.tiles, columns.items, single, longest)
+        pruned = None
+        if layout.num_last_items:
+            pruned = self._attention(columns, columns.tiles[:0], columns.last_items, single, longest)
         sampled = None if decodes else columns.index
-        return ForwardBatch(columns.ids, None, attention, sampled, self._start(columns)), columns
+        return ForwardBatch(columns.ids, None, attention, sampled, self._start(columns), pruned), columns
 
     def _start(self, columns: Columns[Tensor]) -> kernels.StepStart:
         return kernels.StepStart(self.last_ids, self._cells, columns.num_changes, columns.changes)
@@ -159,28 +179,40 @@ class GpuInputs:
         if num_sampled == num_tokens:
             return self._decode_layouts_by_rows[num_tokens]
         layouts = [x for x in self.chunk_layouts if x.num_tokens >= num_tokens and x.num_sampled >= num_sampled]
-        if not layouts:
-            return None
-        num_items = self._limits.short.count(lengths)
-        return next((layout for layout in layouts if layout.num_items >= num_items), None)
+        return next((layout for layout in layouts if self._has_room(layout, lengths)), None)
 
-    def _divide(self, chunks: Sequence[Chunk]) -> tuple[array[int], array[int]]:
-        """Tiles of long chunks, later ones first, as they have the most keys; and items of short ones."""
+    def _has_room(self, layout: Layout, lengths: list[int]) -> bool:
+        """Whether a graph's layout has as many tiles and items as chunks of such lengths take at least."""
         short, size = self._limits.short, self._limits.query_tile
-        briefs = [chunk for chunk in chunks if chunk[1] <= _SHORT_TILES * short.tokens]
+        if not layout.num_tiles:
+            return short.count(lengths) <= layout.num_items
+        num_tiles = sum([-(-length // size) for length in lengths if length > self._most_brief])
+        num_items = short.count([length for length in lengths if length <= self._most_brief])
+        return num_tiles <= layout.num_tiles and num_items <= layout.num_items
+
+    def _divide(self, chunks: Sequence[Chunk], lasts: Sequence[Chunk], graph: Layout | None) -> _Divided:
+        """Tiles of long chunks, later ones first, as they have the most keys; items of short ones; and items of
+        `lasts`, the sampled rows. In a graph, as many as it has room for."""
+        short, size = self._limits.short, self._limits.query_tile
+        if graph is not None and not graph.num_tiles:
+            return _Divided(_NONE, short.items(chunks, graph.num_items), _NONE)
+        briefs = [chunk for chunk in chunks if chunk[1] <= self._most_brief]
         tiles = [
             (begin + first, min(size, count - first))
             for begin, count, _ in chunks
-            if count > _SHORT_TILES * short.tokens
+            if count > self._most_brief
             for first in range(0, count, size)
         ]
-        most = short.count([count for _, count, _ in briefs]) + SPARE_ITEMS
-        return array("i", chain.from_iterable(reversed(tiles))), short.items(briefs, most)
-
-    def _last_items(self, num_single: int, index: Sequence[int], places: Sequence[int]) -> array[int]:
-        """Items of the sampled rows of chunks, each alone, for the last layer."""
-        rows = [(row, 1, place) for row, place in zip(index, places, strict=True) if row >= num_single]
-        return self._limits.short.items(rows, len(rows) + SPARE_ITEMS)
+        if graph is None:
+            num_items = short.count([count for _, count, _ in briefs]) + SPARE_ITEMS
+            num_last_items = len(lasts) + SPARE_ITEMS
+        else:
+            num_items, num_last_items = graph.num_items, graph.num_last_items
+        return _Divided(
+            array("i", chain.from_iterable(reversed(tiles))),
+            short.items(briefs, num_items),
+            short.items(lasts, num_last_items),
+        )
 
     def _attention(
         self, columns: Columns[Tensor], tiles: Tensor, items: Tensor, num_single: int, longest: int
@@ -224,16 +256,26 @@ class GpuInputs:
             columns.seq_index[begin : begin + count] = array("i", [entry.slot]) * count
             begin += count
 
-    def _pad(self, columns: Columns[Ints], layout: Layout, num_tokens: int, num_sampled: int, items_end: int) -> None:
-        """What rows of a graph hold that a step does not need: tokens, slots and items that nothing is done for."""
+    def _fill_divided(self, columns: Columns[Ints], divided: _Divided) -> None:
+        """Behind what a step has come the tiles and items of its graph that nothing is done for."""
+        pairs = (
+            (columns.tiles, divided.tiles),
+            (columns.items, divided.items),
+            (columns.last_items, divided.last_items),
+        )
+        for column, numbers in pairs:
+            column[: len(numbers)] = numbers
+            if count := len(column) - len(numbers):
+                column[len(numbers) :] = self._zeros[:count]
+
+    def _pad(self, columns: Columns[Ints], layout: Layout, num_tokens: int, num_sampled: int) -> None:
+        """What rows of a graph hold that a step does not need: tokens and slots that nothing is done for."""
         if count := layout.num_tokens - num_tokens:
             columns.ids[num_tokens:] = columns.seq_index[num_tokens:] = self._zeros[:count]
             columns.positions[num_tokens:] = self._ones_below[:count]
         if count := layout.num_sampled - num_sampled:
             columns.index[num_sampled:] = columns.temperature[num_sampled:] = self._zeros[:count]
             columns.slots[num_sampled:] = self._ones_below[:count]
-        if count := len(columns.items) - items_end:
-            columns.items[items_end:] = self._zeros[:count]
 
 
 def _chunks(entries: Sequence[PlanEntry], ends: Sequence[int]) -> list[Chunk]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.device.graphs import decode_layouts
+from engine.device.graphs import chunk_sizes, decode_layouts
 from engine.device.kv import KVLayout
 from engine.layers.attention import ForwardBatch, LayerCache
 from engine.loading.store import ModelError
@@ -60,8 +60,11 @@ def kv_memory_bytes(
     _, total = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_allocated(device)
     peak, max_num_tokens = step.peak_bytes, step.num_tokens
-    # Every graph keeps its logits, in float32. Those of chunks are few, and in the reserve.
-    graphs = sum(layout.num_sampled for layout in decode_layouts(max_num_seqs)) * spec.vocab_size * 4
+    chunks = chunk_sizes(max_num_seqs, max_num_tokens)
+    # Every graph keeps its logits, in float32; the rest of its memory is that of the largest.
+    sampled = [*(layout.num_sampled for layout in decode_layouts(max_num_seqs)), *(rows for _, rows in chunks)]
+    graphs = sum(sampled) * spec.vocab_size * 4
+    graphs += (peak - weights) * max([max_num_seqs, *(tokens for tokens, _ in chunks)]) // max_num_tokens
     # Graphs have attention's memory, and steps without one have it again.
     graphs += 2 * kernels.attention_scratch_bytes(
         spec.num_heads, spec.num_kv_heads, spec.head_dim, max_num_seqs, context_length, device

@@ -12,6 +12,14 @@ from torch import Tensor
 import kernels
 from engine.device.staging import Layout
 
+#: Tokens of graphs of steps with chunks. 16, since the end of a prompt that is cached up to its last block has no more,
+#: and products of 64 rows take an 8B model's layer 16 to 25 us longer. 1024 take its device 21 ms, and the host as long
+#: where each kernel is launched by itself. From 512 on by 128, the rows of a tile of the library's products.
+_CHUNK_SIZES = (16, 32, 64, 128, 256, 512, 640, 768, 896, 1024)
+
+#: Up to so many, all attention is items of short tiles, which share long contexts out, and are as fast as others.
+_MOST_IN_ITEMS = 512
+
 #: Programs of a group of heads that tiles with long contexts may have beside one each. A prompt whose end alone is not
 #: cached gets 33 of them for 8 groups: two a multiprocessor.
 SPARE_ITEMS = 32
@@ -37,14 +45,24 @@ def decode_layouts(max_num_seqs: int) -> list[Layout]:
     return [Layout(size, size) for size in sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})]
 
 
-def chunk_layouts(max_num_seqs: int, max_num_tokens: int, tile: int) -> list[Layout]:
-    """Steps with short chunks, whose hundreds of launches would take the host longer than the device. `tile` is the
-    tokens of a short chunk's tile. Of 16, since the end of a prompt that is cached up to its last block has no more,
-    and products of 64 rows take an 8B model's layer 16 to 25 us longer.
+def chunk_sizes(max_num_seqs: int, max_num_tokens: int) -> list[tuple[int, int]]:
+    """Tokens and sampled rows of steps with chunks, whose hundreds of launches would take the host longer than the
+    device."""
+    return [(size, min(size, 64, max_num_seqs)) for size in _CHUNK_SIZES if size <= max_num_tokens]
+
+
+def chunk_layouts(max_num_seqs: int, max_num_tokens: int, short_tile: int, long_tile: int) -> list[Layout]:
+    """Of `chunk_sizes`. `short_tile` and `long_tile` are the tokens of a tile of a short chunk and of a long one, of
+    which each sampled row may bring one that is not full.
     """
-    most_rows = min(64, max_num_seqs)
-    sizes = [(size, min(size, most_rows)) for size in (16, 32, 64, 128, 256, 512) if size <= max_num_tokens]
-    return [Layout(size, rows, num_items=size // tile + rows + SPARE_ITEMS) for size, rows in sizes]
+    layouts = []
+    for size, rows in chunk_sizes(max_num_seqs, max_num_tokens):
+        spare = rows + SPARE_ITEMS
+        if size <= _MOST_IN_ITEMS:
+            layouts.append(Layout(size, rows, num_items=size // short_tile + spare))
+        else:  # the last layer is that of the sampled rows alone
+            layouts.append(Layout(size, rows, size // long_tile + rows, spare, spare))
+    return layouts
 
 
 def capture(

@@ -83,7 +83,9 @@ def short_kernel(
     item_ptr = items_ptr + tl.program_id(1) * COLUMNS
     first, count, program = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
     num_programs, first_part = tl.load(item_ptr + 3), tl.load(item_ptr + 4)
-    if count == 0:  # padding
+    if count == 0:  # padding, which comes last
+        if tl.program_id(1) == 0:  # all is: the kernel must not end before the one before it
+            wait(PDL)
         return
     table_ptr = block_tables_ptr + tl.load(seq_index_ptr + first).to(tl.int64) * max_blocks
     start = tl.load(positions_ptr + first)

@@ -21,11 +21,11 @@ def fill_rows(columns: Columns[Ints], slots: list[int]) -> None:
     columns.top_k[: len(slots)] = array("i", [slot + 100 for slot in slots])
 
 
-def make_inputs() -> GpuInputs:
+def make_inputs(max_num_tokens: int = 100, max_blocks: int = 10) -> GpuInputs:
     limits = GpuLimits(
         max_num_seqs=8,
-        max_num_tokens=100,
-        max_blocks=10,
+        max_num_tokens=max_num_tokens,
+        max_blocks=max_blocks,
         block_size=16,
         num_heads=4,
         query_tile=8,
@@ -157,29 +157,74 @@ def test_the_last_layer_has_nothing_to_attend_for_where_nothing_is_sampled(input
 
 
 def test_a_long_context_is_shared_out_in_the_last_layer_as_well() -> None:
-    """Of two single tokens one is sampled, of two chunks the second, which has three splits of context."""
-    limits = GpuLimits(
-        max_num_seqs=8,
-        max_num_tokens=1000,
-        max_blocks=60,
-        block_size=16,
-        num_heads=4,
-        query_tile=8,
-        short=ShortTiles(rows=16, tokens=8, groups=2, head_dim=16),
-    )
-    inputs = GpuInputs(limits, depth=2, device=torch.device("cpu"), fill_rows=fill_rows)
+    """Of two single tokens one is sampled, of two chunks the second, which has five splits of context."""
+    inputs = make_inputs(2000, 80)
     first, second = (
         PlanEntry(slot, 100, count, array(U32, range(count)), (), sample)
-        for slot, count, sample in ((2, 30, False), (3, 500, True))
+        for slot, count, sample in ((2, 30, False), (3, 1000, True))
     )
     begun = PlanEntry(0, 5, 1, array(U32, [3]), (), False)
     plan = StepPlan(1, entered(0, 1, 2, 3), (begun, entry(1, 7, [9]), first, second))
     batch, columns = inputs.batch(inputs.prepare(plan))
-    assert columns.index.tolist() == [1, 531]
+    assert columns.index.tolist() == [1, 1031]
     assert batch.pruned is not None
     assert batch.pruned.schedule is not None
     assert batch.pruned.schedule.num_single == 2
-    assert batch.pruned.schedule.items.tolist() == [[531, 1, program, 3, 0] for program in range(3)]
+    assert batch.pruned.schedule.items.tolist() == [[1031, 1, program, 5, 0] for program in range(5)]
+
+
+def test_long_chunks_take_a_graph_of_more_tokens() -> None:
+    """Beside a single token with two splits of context, a chunk of one tile more than is short, and one that is."""
+    inputs = make_inputs(2000, 80)
+    single = entry(0, 300, [9])
+    long, longer, brief = (
+        PlanEntry(slot, start, count, array(U32, range(count)), (), sample)
+        for slot, start, count, sample in ((1, 100, 602, True), (2, 0, 17, False), (3, 40, 5, True))
+    )
+    prepared = inputs.prepare(StepPlan(1, entered(0, 1, 2, 3), (single, long, longer, brief)))
+    layout = Layout(640, 8, num_tiles=88, num_items=40, num_last_items=40)
+    assert (prepared.layout, prepared.in_graph) == (layout, True)
+    batch, columns = inputs.graph_batch(layout)
+    schedule, pruned = batch.attention.schedule, batch.pruned
+    assert schedule is not None
+    assert pruned is not None
+    assert pruned.schedule is not None
+    tiles = [[603, 8], [611, 8], [619, 1]][::-1] + [[1 + at, min(8, 602 - at)] for at in range(600, -1, -8)]
+    assert schedule.tiles.tolist() == tiles + [[0, 0]] * (88 - len(tiles))
+    items = [[0, 1, 0, 2, 0], [0, 1, 1, 2, 0], [620, 5, 0, 1, 0]]
+    assert schedule.items.tolist() == items + [[0] * 5] * 37
+    assert schedule.num_single == pruned.schedule.num_single == 0
+    assert columns.index.tolist() == [0, 602, 624] + [0] * 5
+    lasts = [[602, 1, program, 3, 0] for program in range(3)] + [[0, 1, program, 2, 6] for program in range(2)]
+    assert pruned.schedule.items.tolist() == [*lasts, [624, 1, 0, 1, 0]] + [[0] * 5] * 34
+    assert pruned.schedule.tiles.tolist() == []
+    assert batch.attention.positions.tolist()[620:] == [40, 41, 42, 43, 44] + [-1] * 15
+
+
+def test_a_graph_forgets_the_tiles_and_items_of_the_step_before() -> None:
+    inputs = make_inputs(2000, 80)
+    brief = PlanEntry(1, 0, 7, array(U32, range(7)), (), True)
+    plans = [(PlanEntry(0, 0, count, array(U32, range(count)), (), count == 530), brief) for count in (600, 530)]
+    for number, entries in enumerate(plans):
+        prepared = inputs.prepare(StepPlan(number, entered(0, 1), entries))
+        assert prepared.layout == Layout(640, 8, num_tiles=88, num_items=40, num_last_items=40)
+    long = PlanEntry(0, 530, 520, array(U32, range(520)), (), False)
+    batch, columns = inputs.graph_batch(inputs.prepare(StepPlan(3, (), (long,))).layout)
+    assert columns.tiles.view(-1, 2).count_nonzero(dim=0).tolist() == [64, 65]
+    assert not columns.items.any()
+    assert not columns.last_items.any()
+    assert not columns.index.any()
+    assert batch.pruned is not None
+
+
+def test_a_step_whose_chunks_need_more_tiles_than_a_graph_has_runs_without() -> None:
+    """Of 17 tokens, three tiles each; 640 have room for 88, and each 128 more for 16 more."""
+    inputs = make_inputs(2000, 80)
+    entries = tuple(PlanEntry(0, 0, 17, array(U32, range(17)), (), False) for _ in range(46))
+    for count, tokens in ((29, 512), (31, 768), (34, 768), (35, 896), (45, 1024), (46, None)):
+        prepared = inputs.prepare(StepPlan(1, entered(0), entries[:count]))
+        assert prepared.in_graph == (tokens is not None)
+        assert tokens in (None, prepared.layout.num_tokens)
 
 
 def test_without_graphs_a_step_has_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:

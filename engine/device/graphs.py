@@ -25,6 +25,11 @@ _MOST_IN_ITEMS = 512
 SPARE_ITEMS = 32
 
 
+#: Tiles of long chunks that a graph has beside full ones. Each chunk may need one, of which half a tile on average is
+#: full, and 31 are the most that are long in 1024 tokens of an 8B model.
+SPARE_TILES = 16
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepGraph:
     """Two graphs to be replayed in turn, and where their results lie until the next replay of any.
@@ -52,16 +57,14 @@ def chunk_sizes(max_num_seqs: int, max_num_tokens: int) -> list[tuple[int, int]]
 
 
 def chunk_layouts(max_num_seqs: int, max_num_tokens: int, short_tile: int, long_tile: int) -> list[Layout]:
-    """Of `chunk_sizes`. `short_tile` and `long_tile` are the tokens of a tile of a short chunk and of a long one, of
-    which each sampled row may bring one that is not full.
-    """
+    """Of `chunk_sizes`. `short_tile` and `long_tile` are the tokens of a tile of a short chunk and of a long one."""
     layouts = []
     for size, rows in chunk_sizes(max_num_seqs, max_num_tokens):
         spare = rows + SPARE_ITEMS
         if size <= _MOST_IN_ITEMS:
             layouts.append(Layout(size, rows, num_items=size // short_tile + spare))
         else:  # the last layer is that of the sampled rows alone
-            layouts.append(Layout(size, rows, size // long_tile + rows, spare, spare))
+            layouts.append(Layout(size, rows, size // long_tile + SPARE_TILES, spare, spare))
     return layouts
 
 

@@ -182,7 +182,7 @@ def test_long_chunks_take_a_graph_of_more_tokens() -> None:
         for slot, start, count, sample in ((1, 100, 602, True), (2, 0, 17, False), (3, 40, 5, True))
     )
     prepared = inputs.prepare(StepPlan(1, entered(0, 1, 2, 3), (single, long, longer, brief)))
-    layout = Layout(640, 8, num_tiles=88, num_items=40, num_last_items=40)
+    layout = Layout(640, 8, num_tiles=96, num_items=40, num_last_items=40)
     assert (prepared.layout, prepared.in_graph) == (layout, True)
     batch, columns = inputs.graph_batch(layout)
     schedule, pruned = batch.attention.schedule, batch.pruned
@@ -190,7 +190,7 @@ def test_long_chunks_take_a_graph_of_more_tokens() -> None:
     assert pruned is not None
     assert pruned.schedule is not None
     tiles = [[603, 8], [611, 8], [619, 1]][::-1] + [[1 + at, min(8, 602 - at)] for at in range(600, -1, -8)]
-    assert schedule.tiles.tolist() == tiles + [[0, 0]] * (88 - len(tiles))
+    assert schedule.tiles.tolist() == tiles + [[0, 0]] * (96 - len(tiles))
     items = [[0, 1, 0, 2, 0], [0, 1, 1, 2, 0], [620, 5, 0, 1, 0]]
     assert schedule.items.tolist() == items + [[0] * 5] * 37
     assert schedule.num_single == pruned.schedule.num_single == 0
@@ -207,7 +207,7 @@ def test_a_graph_forgets_the_tiles_and_items_of_the_step_before() -> None:
     plans = [(PlanEntry(0, 0, count, array(U32, range(count)), (), count == 530), brief) for count in (600, 530)]
     for number, entries in enumerate(plans):
         prepared = inputs.prepare(StepPlan(number, entered(0, 1), entries))
-        assert prepared.layout == Layout(640, 8, num_tiles=88, num_items=40, num_last_items=40)
+        assert prepared.layout == Layout(640, 8, num_tiles=96, num_items=40, num_last_items=40)
     long = PlanEntry(0, 530, 520, array(U32, range(520)), (), False)
     batch, columns = inputs.graph_batch(inputs.prepare(StepPlan(3, (), (long,))).layout)
     assert columns.tiles.view(-1, 2).count_nonzero(dim=0).tolist() == [64, 65]
@@ -218,10 +218,10 @@ def test_a_graph_forgets_the_tiles_and_items_of_the_step_before() -> None:
 
 
 def test_a_step_whose_chunks_need_more_tiles_than_a_graph_has_runs_without() -> None:
-    """Of 17 tokens, three tiles each; 640 have room for 88, and each 128 more for 16 more."""
+    """Of 17 tokens, three tiles each; 640 have room for 96, and each 128 more for 16 more."""
     inputs = make_inputs(2000, 80)
-    entries = tuple(PlanEntry(0, 0, 17, array(U32, range(17)), (), False) for _ in range(46))
-    for count, tokens in ((29, 512), (31, 768), (34, 768), (35, 896), (45, 1024), (46, None)):
+    entries = tuple(PlanEntry(0, 0, 17, array(U32, range(17)), (), False) for _ in range(49))
+    for count, tokens in ((29, 512), (31, 640), (33, 768), (37, 768), (38, 896), (45, 1024), (48, 1024), (49, None)):
         prepared = inputs.prepare(StepPlan(1, entered(0), entries[:count]))
         assert prepared.in_graph == (tokens is not None)
         assert tokens in (None, prepared.layout.num_tokens)

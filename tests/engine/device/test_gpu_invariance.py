@@ -22,8 +22,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 LAYERS, CONTEXT, REQUESTS = 2, 1400, 100
 
-#: On both sides of blocks (16), tiles of keys (64) and of queries (32), splits (256) and chunks (64, 1000).
-LENGTHS = (1, 2, 15, 16, 17, 31, 63, 64, 65, 130, 255, 257, 600, 1001, 1300)
+#: On both sides of blocks (16), tiles of keys (64) and of queries (32), splits (256), graphs' tokens (512, 1024) and
+#: chunks (64, 1000).
+LENGTHS = (1, 2, 15, 16, 17, 31, 63, 64, 65, 130, 255, 257, 600, 800, 1001, 1024, 1300)
 
 
 @dataclasses.dataclass(frozen=True)

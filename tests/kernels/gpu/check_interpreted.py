@@ -237,6 +237,16 @@ def test_attention_of_short_chunks(spare: int, window: int, soft_cap: float) -> 
     assert not schedule.arrivals.any()
 
 
+def test_attention_beside_padding() -> None:
+    """Of tiles, with no item that is not padding; and of items, with no such tile."""
+    case = AttentionCase.draw(*(6, 3, 48), dtype=torch.float16, block_size=32, starts=(20, 280), counts=(1, 40))
+    wanted = case.on(torch.device("cpu")).run(0, 0.0)
+    for copied in (case.on(torch.device("cpu")), case.on(torch.device("cpu")).in_items(2)):
+        padded = copied.padded(3)
+        assert torch.equal(padded.run(0, 0.0), copied.run(0, 0.0))
+        assert error(padded.run(0, 0.0), wanted) < CLOSE[torch.float16]
+
+
 @pytest.mark.parametrize("spare", [0, 4])
 def test_attention_of_last_tokens_alone(spare: int) -> None:
     """Keys and values are written for all tokens."""

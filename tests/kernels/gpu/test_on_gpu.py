@@ -321,16 +321,17 @@ def test_short_chunks_have_the_bits_of_long_ones(
 
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64)], ids=str)
-def test_padding_waits_for_the_rows_before_it(cuda: torch.device, heads: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("window", [0, 300])
+def test_padding_waits_for_the_rows_before_it(cuda: torch.device, heads: tuple[int, int, int], window: int) -> None:
     """Items that are all padding end at once; tiles after them must not begin before queries are turned and keys
     written. In a graph, whose kernels follow each other without the host."""
     case = AttentionCase.draw(*heads, dtype=torch.bfloat16, block_size=16, starts=(0, 0), counts=(900, 100)).on(cuda)
     case.keys.zero_()
-    wanted, keys = case.run(0, 0.0), case.keys.clone()
+    wanted, keys = case.run(window, 0.0), case.keys.clone()
     padded = case.padded(96)
     graph, found = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):
-        found += [padded.run(0, 0.0) for _ in range(8)]
+        found += [padded.run(window, 0.0) for _ in range(8)]
     for _ in range(20):
         case.keys.zero_()
         graph.replay()

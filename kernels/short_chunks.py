@@ -52,7 +52,7 @@ class ShortTiles:
         ]
         splits = [-(-end // SPLIT) for _, _, end in tiles]
         spare = most - len(tiles)
-        each = max(1, -(-sum(splits) // spare)) if spare > 0 else max(splits)  # splits of a program
+        each = max(1, -(-sum(splits) // spare)) if spare > 0 else max(splits, default=1)  # splits of a program
         items = array("i")
         part = 0
         # The longest contexts first: they have most to gain from the parts there are, and most to do.

@@ -231,6 +231,7 @@ class _Build:
                 worst,
                 spec,
                 device=self.device,
+                dtype=self.active,
                 max_num_seqs=config.max_num_seqs,
                 context_length=self.context_length,
                 utilization=config.gpu_memory_utilization,

@@ -131,7 +131,7 @@ class GpuInputs:
         layout = self._graph_layout(lengths, num_tokens, num_sampled)
         in_graph = layout is not None
         divided, longest = _UNDIVIDED, 1  # a graph's longest is fixed
-        if layout is None or layout.num_items:
+        if layout is None or layout.has_chunks:
             chunks = _chunks(entries, ends)
             apart = 0 if in_graph else num_single  # a graph's single tokens are items
             lasts = [(row, 1, place) for row, place in zip(index, places, strict=True) if row >= apart]
@@ -161,14 +161,13 @@ class GpuInputs:
     def graph_batch(self, layout: Layout) -> tuple[ForwardBatch, Columns[Tensor]]:
         """The tensors that every step in a graph's layout reads, to be pruned if it has tiles of long chunks."""
         columns = self._staging.device(layout)
-        decodes = layout.num_items == 0
         longest = self._limits.max_blocks * self._limits.block_size
-        single = layout.num_tokens if decodes else 0
+        single = 0 if layout.has_chunks else layout.num_tokens
         attention = self._attention(columns, columns.tiles, columns.items, single, longest)
         pruned = None
         if layout.num_last_items:
             pruned = self._attention(columns, columns.tiles[:0], columns.last_items, single, longest)
-        sampled = None if decodes else columns.index
+        sampled = columns.index if layout.has_chunks else None
         return ForwardBatch(columns.ids, None, attention, sampled, self._start(columns), pruned), columns
 
     def _start(self, columns: Columns[Tensor]) -> kernels.StepStart:

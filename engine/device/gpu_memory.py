@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.device.graphs import chunk_sizes, decode_layouts
+from engine.device.graphs import chunk_layouts, decode_layouts
 from engine.device.kv import KVLayout
 from engine.layers.attention import ForwardBatch, LayerCache
 from engine.loading.store import ModelError
@@ -52,19 +52,22 @@ def kv_memory_bytes(
     spec: ModelSpec,
     *,
     device: torch.device,
+    dtype: torch.dtype,
     max_num_seqs: int,
     context_length: int,
     utilization: float,
 ) -> int:
-    """Bytes for the pool within `utilization` of the device's memory. Raises ModelError when nothing is left."""
+    """Bytes for the pool within `utilization` of the device's memory. `dtype` is that of activations. Raises ModelError
+    when nothing is left."""
     _, total = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_allocated(device)
     peak, max_num_tokens = step.peak_bytes, step.num_tokens
-    chunks = chunk_sizes(max_num_seqs, max_num_tokens)
+    heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype)
+    short_tile, long_tile = kernels.short_tiles(*heads).tokens, kernels.query_tile(*heads)
+    layouts = [*decode_layouts(max_num_seqs), *chunk_layouts(max_num_seqs, max_num_tokens, short_tile, long_tile)]
     # Every graph keeps its logits, in float32; the rest of its memory is that of the largest.
-    sampled = [*(layout.num_sampled for layout in decode_layouts(max_num_seqs)), *(rows for _, rows in chunks)]
-    graphs = sum(sampled) * spec.vocab_size * 4
-    graphs += (peak - weights) * max([max_num_seqs, *(tokens for tokens, _ in chunks)]) // max_num_tokens
+    graphs = sum(layout.num_sampled for layout in layouts) * spec.vocab_size * 4
+    graphs += (peak - weights) * max(layout.num_tokens for layout in layouts) // max_num_tokens
     # Graphs have attention's memory, and steps without one have it again.
     graphs += 2 * kernels.attention_scratch_bytes(
         spec.num_heads, spec.num_kv_heads, spec.head_dim, max_num_seqs, context_length, device

@@ -12,13 +12,17 @@ from torch import Tensor
 import kernels
 from engine.device.staging import Layout
 
-#: Tokens of graphs of steps with chunks. 16, since the end of a prompt that is cached up to its last block has no more,
-#: and products of 64 rows take an 8B model's layer 16 to 25 us longer. 1024 take its device 21 ms, and the host as long
-#: where each kernel is launched by itself. From 512 on by 128, the rows of a tile of the library's products.
-_CHUNK_SIZES = (16, 32, 64, 128, 256, 512, 640, 768, 896, 1024)
+#: Tokens of graphs in whose attention all is items of short tiles, which share long contexts out. 16, since the end of a
+#: prompt that is cached up to its last block has no more, and products of 64 rows take an 8B model's layer 16 to 25 us
+#: longer.
+_ITEMS_SIZES = (16, 32, 64, 128, 256, 512)
 
-#: Up to so many, all attention is items of short tiles, which share long contexts out, and are as fast as others.
-_MOST_IN_ITEMS = 512
+#: Of those in which all is tiles of long chunks: by 128, the rows of a tile of the library's products. 1024 take an 8B
+#: model's device 22 ms, and the host 16 to 26 where it launches each kernel.
+_TILES_SIZES = (640, 768, 896, 1024)
+
+#: Of those that have both. Items that nothing is done for take an 8B model's layer 16 us or more, so these are apart.
+_MIXED_SIZES = (640, 768, 1024)
 
 #: Programs of a group of heads that tiles with long contexts may have beside one each. A prompt whose end alone is not
 #: cached gets 33 of them for 8 groups: two a multiprocessor.
@@ -50,22 +54,24 @@ def decode_layouts(max_num_seqs: int) -> list[Layout]:
     return [Layout(size, size) for size in sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})]
 
 
-def chunk_sizes(max_num_seqs: int, max_num_tokens: int) -> list[tuple[int, int]]:
-    """Tokens and sampled rows of steps with chunks, whose hundreds of launches would take the host longer than the
-    device."""
-    return [(size, min(size, 64, max_num_seqs)) for size in _CHUNK_SIZES if size <= max_num_tokens]
-
-
 def chunk_layouts(max_num_seqs: int, max_num_tokens: int, short_tile: int, long_tile: int) -> list[Layout]:
-    """Of `chunk_sizes`. `short_tile` and `long_tile` are the tokens of a tile of a short chunk and of a long one."""
+    """Steps with chunks, whose hundreds of launches may take the host longer than the device; of as many tokens those
+    without items first. `short_tile` and `long_tile` are the tokens of a tile of a short chunk and of a long one.
+
+    Where there are tiles of long chunks, the last layer is that of the sampled rows alone.
+    """
+    most_rows = min(64, max_num_seqs)
+    spare = most_rows + SPARE_ITEMS
     layouts = []
-    for size, rows in chunk_sizes(max_num_seqs, max_num_tokens):
-        spare = rows + SPARE_ITEMS
-        if size <= _MOST_IN_ITEMS:
-            layouts.append(Layout(size, rows, num_items=size // short_tile + spare))
-        else:  # the last layer is that of the sampled rows alone
-            layouts.append(Layout(size, rows, size // long_tile + SPARE_TILES, spare, spare))
-    return layouts
+    for size in _ITEMS_SIZES:
+        rows = min(size, most_rows)
+        layouts.append(Layout(size, rows, num_items=size // short_tile + rows + SPARE_ITEMS))
+    for size in _TILES_SIZES:
+        num_tiles = size // long_tile + SPARE_TILES
+        layouts.append(Layout(size, most_rows, num_tiles, 0, spare))
+        if size in _MIXED_SIZES:
+            layouts.append(Layout(size, most_rows, num_tiles, spare, spare))
+    return [layout for layout in layouts if layout.num_tokens <= max_num_tokens]
 
 
 def capture(

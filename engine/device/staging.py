@@ -35,6 +35,11 @@ class Layout:
     num_items: int = 0
     num_last_items: int = 0
 
+    @property
+    def has_chunks(self) -> bool:
+        """Whether not all rows are single tokens."""
+        return self.num_tiles > 0 or self.num_items > 0
+
     @lru_cache(256)  # noqa: B019 - of a value, of which a runner sees few
     def offsets(self) -> tuple[list[tuple[int, int]], int]:
         """(begin, end) of each column in the order of `Columns`, but for `changes`, and the size of all these."""

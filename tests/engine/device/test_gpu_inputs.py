@@ -201,20 +201,36 @@ def test_long_chunks_take_a_graph_of_more_tokens() -> None:
     assert batch.attention.positions.tolist()[620:] == [40, 41, 42, 43, 44] + [-1] * 15
 
 
+def test_long_chunks_alone_take_a_graph_without_items() -> None:
+    inputs = make_inputs(2000, 80)
+    chunk = PlanEntry(1, 0, 1000, array(U32, range(1000)), (), True)
+    prepared = inputs.prepare(StepPlan(1, entered(1), (chunk,)))
+    assert prepared.layout == Layout(1024, 8, num_tiles=144, num_items=0, num_last_items=40)
+    batch, columns = inputs.graph_batch(prepared.layout)
+    schedule, pruned = batch.attention.schedule, batch.pruned
+    assert schedule is not None
+    assert schedule.num_single == 0
+    assert schedule.items.tolist() == []
+    assert schedule.tiles.tolist() == [[at, 8] for at in range(992, -1, -8)] + [[0, 0]] * 19
+    assert pruned is not None
+    assert pruned.schedule is not None
+    assert pruned.schedule.num_single == 0
+    assert pruned.schedule.items.tolist() == [[999, 1, n, 4, 0] for n in range(4)] + [[0] * 5] * 36
+    assert batch.sampled is columns.index
+
+
 def test_a_graph_forgets_the_tiles_and_items_of_the_step_before() -> None:
     inputs = make_inputs(2000, 80)
-    brief = PlanEntry(1, 0, 7, array(U32, range(7)), (), True)
-    plans = [(PlanEntry(0, 0, count, array(U32, range(count)), (), count == 530), brief) for count in (600, 530)]
-    for number, entries in enumerate(plans):
-        prepared = inputs.prepare(StepPlan(number, entered(0, 1), entries))
-        assert prepared.layout == Layout(640, 8, num_tiles=96, num_items=40, num_last_items=40)
-    long = PlanEntry(0, 530, 520, array(U32, range(520)), (), False)
-    batch, columns = inputs.graph_batch(inputs.prepare(StepPlan(3, (), (long,))).layout)
-    assert columns.tiles.view(-1, 2).count_nonzero(dim=0).tolist() == [64, 65]
-    assert not columns.items.any()
+    for number, (count, sample) in enumerate([(1000, True), (900, True), (910, False)]):
+        chunk = PlanEntry(0, 0, count, array(U32, range(count)), (), sample)
+        brief = PlanEntry(1, 0, 15 - 5 * number, array(U32, range(15 - 5 * number)), (), sample)
+        layout = inputs.prepare(StepPlan(number, entered(0, 1), (chunk, brief))).layout
+        assert layout == Layout(1024, 8, num_tiles=144, num_items=40, num_last_items=40)
+    _, columns = inputs.graph_batch(layout)
+    assert columns.tiles.view(-1, 2).count_nonzero(dim=0).tolist() == [113, 114]
+    assert columns.items.view(-1, 5).tolist() == [[910, 5, 0, 1, 0]] + [[0] * 5] * 39
     assert not columns.last_items.any()
     assert not columns.index.any()
-    assert batch.pruned is not None
 
 
 def test_a_step_whose_chunks_need_more_tiles_than_a_graph_has_runs_without() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.device.graphs import SPARE_ITEMS, chunk_layouts, chunk_sizes, decode_layouts
+from engine.device.graphs import SPARE_ITEMS, chunk_layouts, decode_layouts
 from engine.device.staging import Layout
 
 
@@ -29,14 +29,9 @@ def test_chunks_have_graphs_as_far_as_steps_reach() -> None:
 
 
 def test_graphs_of_more_tokens_have_tiles_of_long_chunks() -> None:
-    layouts = chunk_layouts(256, 8192, 16, 32)
-    assert [layout.num_tokens for layout in layouts] == [16, 32, 64, 128, 256, 512, 640, 768, 896, 1024]
-    assert [layout.num_tiles for layout in layouts] == [0] * 6 + [36, 40, 44, 48]
+    layouts = chunk_layouts(256, 8192, 16, 32)[6:]
+    assert [layout.num_tokens for layout in layouts] == [640, 640, 768, 768, 896, 1024, 1024]
+    assert [layout.num_tiles for layout in layouts] == [36, 36, 40, 40, 44, 48, 48]
+    assert [layout.num_items for layout in layouts] == [0, 96, 0, 96, 0, 0, 96]
     assert layouts[-1] == Layout(1024, 64, num_tiles=48, num_items=96, num_last_items=96)
-    assert chunk_layouts(8, 900, 16, 128)[-1] == Layout(896, 8, num_tiles=23, num_items=40, num_last_items=40)
-
-
-def test_sizes_of_steps_with_chunks() -> None:
-    sizes = chunk_sizes(20, 600)
-    assert sizes == [(16, 16), (32, 20), (64, 20), (128, 20), (256, 20), (512, 20)]
-    assert sizes == [(layout.num_tokens, layout.num_sampled) for layout in chunk_layouts(20, 600, 16, 32)]
+    assert chunk_layouts(8, 900, 16, 128)[-1] == Layout(896, 8, num_tiles=23, num_items=0, num_last_items=40)

@@ -103,7 +103,7 @@ def measure_worst_step(
     tiles = torch.stack((starts, torch.full_like(starts, tile).minimum(max_num_tokens - starts)), dim=1)
     zeros = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
     table = torch.zeros(1, tile, dtype=torch.int32, device=device)  # a tile reads as many positions as it has rows
-    schedule = kernels.TileSchedule(0, tiles.to(device), zeros[:0], 1, zeros)
+    schedule = kernels.TileSchedule(0, tiles.to(device), zeros[:0], 1, zeros.clone())
     attention = kernels.AttentionBatch(table, zeros, zeros, schedule)
     sampled = torch.arange(min(max_num_seqs, max_num_tokens), dtype=torch.int32, device=device)
     start = kernels.StepStart(last_ids=zeros, cells=table.view(-1), num_changes=zeros[:1], changes=zeros)

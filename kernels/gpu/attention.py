@@ -124,7 +124,7 @@ def _attend_chunks(
         split=split,
     )
     attend_tiles(
-        *(q, k_cache, v_cache, *where, schedule.tiles, out),
+        *(q, k_cache, v_cache, *where, schedule.tiles, schedule.arrivals, out),
         scale=scale,
         cap=cap,
         value_scale=value_scale,

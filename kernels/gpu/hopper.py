@@ -5,9 +5,10 @@ as far ahead as slots are free. Two groups of four warps, `attend`, have 64 of a
 pace, so that one's softmax and the other's products use the SM at the same time. Within a group the products of a
 tile's values run beside the softmax of the next tile, whose scores were asked for before them.
 
-Programs stay: each takes items, a tile of queries and a group of heads, until none is left, so that the loads of an
-item hide behind the one before. Of the 168 registers a thread begins with, `load` gives back all but 24 and
-`attend` has 240: the sums of a split and of all splits are 64 each at a head size of 128.
+Programs stay: each takes items, a tile of queries and a group of heads, from a counter until none is left, so that
+the loads of an item hide behind the one before, and all programs end together. Of the 168 registers a thread begins
+with, `load` gives back all but 24 and `attend` has 240: the sums of a split and of all splits are 64 each at a head
+size of 128.
 """
 
 from __future__ import annotations
@@ -27,12 +28,10 @@ from kernels.gpu.rings import (
     Rings,
     Source,
     Work,
-    first_step,
+    announced,
     load,
     make_ring,
     release,
-    tile_of,
-    turned,
     wait_filled,
 )
 from kernels.gpu.softmax import NEGATIVE_INFINITY, shares, weigh
@@ -178,7 +177,6 @@ def attend(
     out_ptr,
     scale,
     value_scale,
-    work,
     rings,
     ones,
     GROUP: gl.constexpr,
@@ -188,22 +186,14 @@ def attend(
 ):
     """The part of a group of warps."""
     D: gl.constexpr = rings.q.slots.shape[2]
-    GROUPS: gl.constexpr = HQ // PACK
     PLAIN: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    item, step = gl.program_id(0), first_step()
-    first, count = tile_of(work, item, GROUPS)
-    start = gl.load(work.positions_ptr + first)
     num_items = 0
     num_tiles = 0
+    first, count, start, head = announced(rings, 0)
     while count > 0:
-        head = item % GROUPS * PACK
-        item, step = item + step, turned(step)
-        next_first, next_count = tile_of(work, item, GROUPS)
         end = start + count
         q = rings.q.slots.index(num_items % 2 * 2 + GROUP)
-        wait_filled(rings.q, num_items)
         weights, split, whole = walk_keys(q, rings, ones, num_tiles, start, end, scale, GROUP, PACK, SPLIT)
-        next_start = gl.load(work.positions_ptr + next_first)
         last = (end - 1) // TILE
         num_tiles += last + 1
         goes_on = last * TILE % SPLIT != 0
@@ -218,7 +208,7 @@ def attend(
         fence_async_shared()
         release(rings.q, num_items)
         num_items += 1
-        first, count, start = next_first, next_count, next_start
+        first, count, start, head = announced(rings, num_items)
 
 
 @gluon.jit(do_not_specialize=["num_items", "max_blocks"])
@@ -230,6 +220,7 @@ def hopper_prefill_kernel(
     seq_index_ptr,
     positions_ptr,
     tiles_ptr,
+    taken_ptr,
     out_ptr,
     num_items,
     max_blocks,
@@ -245,21 +236,22 @@ def hopper_prefill_kernel(
 ):
     begin(True)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    rings = Rings(make_ring(dtype, 2, 2, D), make_ring(dtype, STAGES, 1, D), make_ring(dtype, STAGES, 1, D))
+    items = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rings = Rings(make_ring(dtype, 2, 2, D), make_ring(dtype, STAGES, 1, D), make_ring(dtype, STAGES, 1, D), items)
     # The sum of the weights is their product with ones, of which an instruction takes 8 columns or more.
     ones = gl.allocate_shared_memory(dtype, [8, TILE], gl.NVMMASharedLayout.get_default_for([8, TILE], dtype))
     ones.store(gl.full((8, TILE), 1.0, dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
     ones = ones.permute((1, 0))
     fence_async_shared()
     wait(True)
-    work = Work(tiles_ptr, positions_ptr, num_items)
+    work = Work(tiles_ptr, positions_ptr, taken_ptr, num_items)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     source = Source(q_desc, k_desc, v_desc, block_tables_ptr, seq_index_ptr, max_blocks)
     gl.warp_specialize(
         [
-            (attend, (out_ptr, scale, value_scale, work, rings, ones, FIRST, HQ, PACK, SPLIT)),
-            (attend, (out_ptr, scale, value_scale, work, rings, ones, SECOND, HQ, PACK, SPLIT)),
+            (attend, (out_ptr, scale, value_scale, rings, ones, FIRST, HQ, PACK, SPLIT)),
+            (attend, (out_ptr, scale, value_scale, rings, ones, SECOND, HQ, PACK, SPLIT)),
             (load, (source, work, rings, HQ, HKV, BLOCK_SIZE, PACK)),
         ],
         [4, 1],
@@ -299,6 +291,7 @@ def attend_tiles(
     seq_index: Tensor,
     positions: Tensor,
     tiles: Tensor,
+    arrivals: Tensor,
     out: Tensor,
     *,
     scale: float,
@@ -315,7 +308,7 @@ def attend_tiles(
     hopper_prefill_kernel[(min(num_items, limit.num_sms),)](
         _descriptor(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(), box),
         *(_pool_descriptor(cache, block_size, head_dim) for cache in (k_cache, v_cache)),
-        *(block_tables, seq_index, positions, tiles, out),
+        *(block_tables, seq_index, positions, tiles, arrivals, out),
         *(num_items, block_tables.shape[1], scale, value_scale),
         HQ=num_heads,
         HKV=num_kv_heads,

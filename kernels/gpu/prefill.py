@@ -153,6 +153,7 @@ def attend_tiles(
     seq_index: Tensor,
     positions: Tensor,
     tiles: Tensor,
+    arrivals: Tensor,
     out: Tensor,
     *,
     scale: float,
@@ -165,8 +166,9 @@ def attend_tiles(
     """Fill `out` [M, HQ, D] for the rows that `tiles` int32 [num_tiles, 2] names as (first row, rows).
 
     A tile is rows of one sequence that follow each other, at most `query_tile`; tiles of no rows come last.
-    q [M, HQ, D] may have a row stride; caches are [num_blocks, HKV, block_size, D]. `scale` and `cap` are those of
-    `add_tile`, no cap being 0; the answer is multiplied by `value_scale`.
+    q [M, HQ, D] may have a row stride; caches are [num_blocks, HKV, block_size, D]. `arrivals` int32 is zero, and is
+    again when this is done. `scale` and `cap` are those of `add_tile`, no cap being 0; the answer is multiplied by
+    `value_scale`.
     """
     if tiles.shape[0] == 0:
         return
@@ -176,7 +178,7 @@ def attend_tiles(
         from kernels.gpu import hopper  # needs a language that other devices' Triton need not have
 
         hopper.attend_tiles(
-            *(q, k_cache, v_cache, block_tables, seq_index, positions, tiles, out),
+            *(q, k_cache, v_cache, block_tables, seq_index, positions, tiles, arrivals, out),
             scale=scale,
             value_scale=value_scale,
             split=split,

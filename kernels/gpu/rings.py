@@ -20,18 +20,22 @@ class Ring(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """`q` has the slots of two items, one for each group; `k` and `v` have a tile a slot."""
+    """`q` has the slots of two items, one for each group; `k` and `v` have a tile a slot. `items` [2, 4] are numbers of
+    the items whose queries `q` has: first row, rows (0: there are no more), first position, first head."""
 
     q: Ring
     k: Ring
     v: Ring
+    items: Any
 
 
 class Work(NamedTuple):
-    """Items are all tiles of queries by all groups of heads. Longest first, those of no rows last."""
+    """Items are all tiles of queries by all groups of heads, in the order of the tiles. A program's first is its own
+    number; `taken_ptr` counts further ones, which go to whoever asks, and is zero between launches."""
 
     tiles_ptr: Any
     positions_ptr: Any
+    taken_ptr: Any
     num_items: Any
 
 
@@ -80,23 +84,34 @@ def release(ring, n):
 
 
 @gluon.jit
-def tile_of(work, item, GROUPS: gl.constexpr):
-    """(first row, number of rows) of an item's tile; no rows behind the last item."""
-    place = work.tiles_ptr + 2 * (item // GROUPS)
-    inside = item < work.num_items
-    return gl.load(place, mask=inside, other=0), gl.load(place + 1, mask=inside, other=0)
+def take(work):
+    """The next item that no program has, or a number behind the last, which every program takes once: the one that
+    takes the last of these leaves the counter as it was."""
+    taken = gl.atomic_add(work.taken_ptr, 1, sem="relaxed")
+    if taken == work.num_items - 1:
+        gl.store(work.taken_ptr, 0)
+    return gl.num_programs(0) + taken
 
 
 @gluon.jit
-def first_step():
-    """From a program's first item to its second; further ones are `turned`. Items are dealt forth and back, so that
-    no program has the longer one each time."""
-    return 2 * (gl.num_programs(0) - 1 - gl.program_id(0)) + 1
+def announce(rings, n, first, count, start, head):
+    """Leave the n-th item's numbers for both groups. They are told when its slot of queries is filled."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    at = gl.arange(0, 4, LAYOUT)
+    wait_free(rings.q, n)
+    rings.items.index(n % 2).store(gl.where(at < 2, gl.where(at == 0, first, count), gl.where(at == 2, start, head)))
 
 
 @gluon.jit
-def turned(step):
-    return 2 * gl.num_programs(0) - step
+def announced(rings, n):
+    """(first row, rows, first position, first head) of the n-th item, once its queries are there."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    wait_filled(rings.q, n)
+    numbers, at = rings.items.index(n % 2).load(LAYOUT), gl.arange(0, 4, LAYOUT)
+    found = ()
+    for part in gl.static_range(4):
+        found = found + (gl.sum(gl.where(at == part, numbers, 0), 0),)  # noqa: RUF005 - no stars in a kernel
+    return found
 
 
 @gluon.jit
@@ -117,7 +132,6 @@ def copy_queries(desc, first, head, ring, n):
     """Ask for the queries of both groups. Rows behind the tile's are another's: nothing is made of them."""
     SHAPE: gl.constexpr = desc.block_shape
     filled = ring.filled.index(n % 2)
-    wait_free(ring, n)
     mbarrier.expect(filled, 2 * ROWS * SHAPE[2] * 2)
     for group in gl.static_range(2):
         slot = ring.slots.index(n % 2 * 2 + group)._reinterpret(desc.dtype, SHAPE, desc.layout)
@@ -126,30 +140,35 @@ def copy_queries(desc, first, head, ring, n):
 
 @gluon.jit
 def load(source, work, rings, HQ: gl.constexpr, HKV: gl.constexpr, BLOCK_SIZE: gl.constexpr, PACK: gl.constexpr):
-    """The part of the warp that loads."""
+    """The part of the warp that loads. It takes an item when all of the one before is asked for, while the groups are
+    some tiles behind."""
     GROUPS: gl.constexpr = HQ // PACK
     BOX: gl.constexpr = source.k_desc.block_shape[0]
-    item, step = gl.program_id(0), first_step()
-    first, count = tile_of(work, item, GROUPS)
+    item = gl.program_id(0)
     num_items = 0
     num_tiles = 0
-    while count > 0:
-        table_ptr = source.tables_ptr + gl.load(source.seq_index_ptr + first).to(gl.int64) * source.max_blocks
-        end = gl.load(work.positions_ptr + first) + count
-        head = item % GROUPS * PACK
-        item, step = item + step, turned(step)
-        next_first, next_count = tile_of(work, item, GROUPS)
-        copy_queries(source.q_desc, first, head, rings.q, num_items)
-        for start in range(0, end, TILE):
-            blocks = ()
-            for part in gl.static_range(TILE // BOX):
-                # What follows the last block has no number: the last stands for it.
-                block = gl.minimum(start + part * BOX, end - 1) // BLOCK_SIZE
-                blocks = blocks + (gl.load(table_ptr + block),)  # noqa: RUF005 - no stars in a kernel
-            offset = start % BLOCK_SIZE if BLOCK_SIZE > TILE else 0
-            kv_head = head // (HQ // HKV)
-            copy(source.k_desc, blocks, offset, kv_head, rings.k, num_tiles, HKV, BLOCK_SIZE)
-            copy(source.v_desc, blocks, offset, kv_head, rings.v, num_tiles, HKV, BLOCK_SIZE)
-            num_tiles += 1
-        num_items += 1
-        first, count = next_first, next_count
+    while item < work.num_items:
+        place = work.tiles_ptr + 2 * (item // GROUPS)
+        first, count = gl.load(place), gl.load(place + 1)
+        if count > 0:
+            table_ptr = source.tables_ptr + gl.load(source.seq_index_ptr + first).to(gl.int64) * source.max_blocks
+            position = gl.load(work.positions_ptr + first)
+            end = position + count
+            head = item % GROUPS * PACK
+            announce(rings, num_items, first, count, position, head)
+            copy_queries(source.q_desc, first, head, rings.q, num_items)
+            for start in range(0, end, TILE):
+                blocks = ()
+                for part in gl.static_range(TILE // BOX):
+                    # What follows the last block has no number: the last stands for it.
+                    block = gl.minimum(start + part * BOX, end - 1) // BLOCK_SIZE
+                    blocks = blocks + (gl.load(table_ptr + block),)  # noqa: RUF005 - no stars in a kernel
+                offset = start % BLOCK_SIZE if BLOCK_SIZE > TILE else 0
+                kv_head = head // (HQ // HKV)
+                copy(source.k_desc, blocks, offset, kv_head, rings.k, num_tiles, HKV, BLOCK_SIZE)
+                copy(source.v_desc, blocks, offset, kv_head, rings.v, num_tiles, HKV, BLOCK_SIZE)
+                num_tiles += 1
+            num_items += 1
+        item = take(work)
+    announce(rings, num_items, 0, 0, 0, 0)
+    mbarrier.arrive(rings.q.filled.index(num_items % 2))

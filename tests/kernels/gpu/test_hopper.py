@@ -34,6 +34,7 @@ class Chunks:
     seq_index: Tensor
     positions: Tensor
     tiles: Tensor
+    arrivals: Tensor
 
     @classmethod
     def draw(
@@ -72,13 +73,15 @@ class Chunks:
             torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor(counts)).int().to(device),
             torch.cat([torch.arange(start, start + count) for start, count in chunks]).int().to(device),
             torch.tensor([*tiles[::-1], (0, 0), (0, 0)], dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
         )
 
     def attend(self, *, cap: float = 0.0, out: Tensor | None = None) -> Tensor:
         """[M, HQ, D]; 7 where nothing was written."""
         found = torch.full(self.q.shape, 7.0, dtype=self.q.dtype, device=self.q.device) if out is None else out
         prefill.attend_tiles(
-            *(self.q, self.keys, self.values, self.tables, self.seq_index, self.positions, self.tiles, found),
+            *(self.q, self.keys, self.values, self.tables, self.seq_index, self.positions),
+            *(self.tiles, self.arrivals, found),
             **{"scale": 0.1, "cap": cap, "value_scale": 1.0, "window": 0, "tile": 64, "split": 256},
         )
         return found
@@ -161,6 +164,7 @@ def test_the_bits_are_those_of_prefill(
     assert not wanted.isnan().any()
     assert torch.equal(found, wanted)
     assert torch.equal(again, wanted)
+    assert not case.arrivals.any()
 
 
 @pytest.mark.gpu
@@ -176,3 +180,4 @@ def test_it_can_be_captured(cuda: str) -> None:
     assert torch.equal(found, wanted)
     empty = replace(case, tiles=torch.zeros_like(case.tiles))
     assert bool((empty.attend() == 7).all())
+    assert not case.arrivals.any()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.device import gpu_inputs
 from protocol.sampling import SamplingParams
 from tests.engine.backends.test_torch_runner_core import submit
 from tests.engine.core_loop import Answer, Loop, same
@@ -46,10 +47,9 @@ def alone(tiny_models: Path, kernel_cache: Path) -> dict[int, Answer]:
     [
         {},
         {"max_num_batched_tokens": 7, "max_num_seqs": 5},
-        {"max_num_batched_tokens": 2000, "max_num_seqs": 16},
         {"max_num_batched_tokens": 64, "max_num_seqs": 16, "num_blocks": 40},
     ],
-    ids=["all at once", "chunks of 7", "without graphs for chunks", "too few blocks"],
+    ids=["all at once", "chunks of 7", "too few blocks"],
 )
 def test_answers_are_those_given_alone(
     tiny_models: Path, kernel_cache: Path, alone: dict[int, Answer], values: dict[str, int]
@@ -59,11 +59,30 @@ def test_answers_are_those_given_alone(
         same(together.run(SUBMITS), alone)
 
 
-@pytest.mark.parametrize("tokens", [2000, 64])
-def test_prompt_logprobs_equal_transformers(
-    tiny_models: Path, kernel_cache: Path, golden: dict[str, dict[str, list[list[float]]]], tokens: int
+def test_answers_without_graphs_of_chunks_are_those_given_alone(
+    tiny_models: Path, kernel_cache: Path, alone: dict[int, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In whole prompts and in chunks of up to 64."""
+    """All prompts together are 985 tokens, which graphs reach."""
+    monkeypatch.setattr(gpu_inputs, "chunk_layouts", lambda *sizes: [])
+    values = {"max_num_batched_tokens": 2000, "max_num_seqs": 16}
+    test_answers_are_those_given_alone(tiny_models, kernel_cache, alone, values)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "graphs"),
+    [(2000, True), (64, True), (2000, False)],
+    ids=["whole prompts", "chunks of 64", "whole prompts without graphs of chunks"],
+)
+def test_prompt_logprobs_equal_transformers(
+    tiny_models: Path,
+    kernel_cache: Path,
+    golden: dict[str, dict[str, list[list[float]]]],
+    tokens: int,
+    graphs: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not graphs:
+        monkeypatch.setattr(gpu_inputs, "chunk_layouts", lambda *sizes: [])
     sampling = SamplingParams(max_tokens=0, prompt_logprobs=5)
     scored = [dataclasses.replace(message, sampling=sampling, prompt_logprobs_from=0) for message in SUBMITS]
     sizes = {"max_model_len": 400, "max_num_batched_tokens": tokens, "max_num_seqs": 16}

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.torch_runner import TorchRunner
 from engine.device import gpu_inputs
-from engine.plan import ModelInfo
 from protocol.sampling import SamplingParams
 from tests.engine.family_models import NUM_NEW as NEW_OF_FAMILIES
 from tests.engine.family_models import VARIANTS
@@ -115,8 +113,9 @@ def results(of: list[Sequence]) -> list[object]:
 
 
 class Case:
-    def __init__(self, runner: TorchRunner, info: ModelInfo) -> None:
-        self.driver = driver(runner, info)
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.driver = driver(*load(settings))
         self.alone = {
             plain: results([self.driver.run_alone(sequence) for sequence in sequences(plain)])
             for plain in (True, False)
@@ -125,7 +124,7 @@ class Case:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
 def case(request: pytest.FixtureRequest, tiny_models: Path, kernel_cache: Path) -> Case:
-    return Case(*load(gpu_settings(tiny_models / "llama_bias", request.param, kernel_cache)))
+    return Case(gpu_settings(tiny_models / "llama_bias", request.param, kernel_cache))
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -146,6 +145,18 @@ def test_bits_are_the_same_after_preemption(case: Case, plain: bool) -> None:
     assert results(together) == case.alone[plain]
 
 
+def test_bits_are_the_same_without_graphs_of_chunks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All prompts in one step; then single tokens beside those of preempted sequences."""
+    monkeypatch.setattr(gpu_inputs, "chunk_layouts", lambda *sizes: [])
+    without = driver(*load(case.settings))
+    for plain in (True, False):
+        together = sequences(plain)
+        for number, sequence in enumerate(together):
+            sequence.preempt_after = number % 4 + 1
+        without.run(together, depth=2)
+        assert results(together) == case.alone[plain]
+
+
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def case_with_fp8(
     request: pytest.FixtureRequest,
@@ -155,7 +166,7 @@ def case_with_fp8(
 ) -> Case:
     model = calibrated(tiny_models / "llama_bias", tmp_path_factory.mktemp("fp8") / "m")
     settings = gpu_settings(model, request.param, kernel_cache)
-    return Case(*load(replace(settings, kv_cache_dtype="fp8")))
+    return Case(replace(settings, kv_cache_dtype="fp8"))
 
 
 @pytest.mark.parametrize("plain", [True, False])

@@ -34,8 +34,8 @@ class TileSchedule:
     The first `num_single` rows are each alone of their sequence. `tiles` int32 [num_tiles, 2] are
     (first row, number of rows) of others: rows of one sequence with growing positions, at most
     `query_tile` of them. `items` int32 [num_items, 5] are the rest, as `ShortTiles` has them. No single row has more
-    than `max_splits` splits of context. `arrivals` int32 [M * num_heads or more] is zero between calls. Rows in none
-    of these are written to the pool and get no answer.
+    than `max_splits` splits of context. `arrivals` int32 [M * num_heads or more] is zero between calls; tiles
+    are dealt out by its first cell. Rows in none of these are written to the pool and get no answer.
     """
 
     num_single: int

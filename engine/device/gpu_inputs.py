@@ -170,6 +170,10 @@ class GpuInputs:
         sampled = columns.index if layout.has_chunks else None
         return ForwardBatch(columns.ids, None, attention, sampled, self._start(columns), pruned), columns
 
+    def graph_columns(self, layout: Layout) -> Columns[Tensor]:
+        """Those of `graph_batch`, without making the rest."""
+        return self._staging.device(layout)
+
     def _start(self, columns: Columns[Tensor]) -> kernels.StepStart:
         return kernels.StepStart(self.last_ids, self._cells, columns.num_changes, columns.changes)
 
@@ -181,19 +185,18 @@ class GpuInputs:
         return next((layout for layout in layouts if self._has_room(layout, lengths)), None)
 
     def _has_room(self, layout: Layout, lengths: list[int]) -> bool:
-        """Whether a graph's layout has as many tiles and items as chunks of such lengths take at least."""
-        short, size = self._limits.short, self._limits.query_tile
-        if not layout.num_tiles:
-            return short.count(lengths) <= layout.num_items
-        num_tiles = sum([-(-length // size) for length in lengths if length > self._most_brief])
-        num_items = short.count([length for length in lengths if length <= self._most_brief])
-        return num_tiles <= layout.num_tiles and num_items <= layout.num_items
+        """Whether a graph's layout has as many items, or tiles, as chunks of such lengths take at least."""
+        if layout.num_items:
+            return self._limits.short.count(lengths) <= layout.num_items
+        size = self._limits.query_tile
+        num_tiles = sum([-(-length // size) for length in lengths])
+        return min(lengths) > self._most_brief and num_tiles <= layout.num_tiles
 
     def _divide(self, chunks: Sequence[Chunk], lasts: Sequence[Chunk], graph: Layout | None) -> _Divided:
         """Tiles of long chunks, later ones first, as they have the most keys; items of short ones; and items of
         `lasts`, the sampled rows. In a graph, as many as it has room for."""
         short, size = self._limits.short, self._limits.query_tile
-        if graph is not None and not graph.num_tiles:
+        if graph is not None and graph.num_items:
             return _Divided(_NONE, short.items(chunks, graph.num_items), _NONE)
         briefs = [chunk for chunk in chunks if chunk[1] <= self._most_brief]
         tiles = [
@@ -202,11 +205,8 @@ class GpuInputs:
             if count > self._most_brief
             for first in range(0, count, size)
         ]
-        if graph is None:
-            num_items = short.count([count for _, count, _ in briefs]) + SPARE_ITEMS
-            num_last_items = len(lasts) + SPARE_ITEMS
-        else:
-            num_items, num_last_items = graph.num_items, graph.num_last_items
+        num_items = short.count([count for _, count, _ in briefs]) + SPARE_ITEMS if graph is None else 0
+        num_last_items = len(lasts) + SPARE_ITEMS if graph is None else graph.num_last_items
         return _Divided(
             array("i", chain.from_iterable(reversed(tiles))),
             short.items(briefs, num_items),

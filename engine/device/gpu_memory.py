@@ -21,7 +21,8 @@ from engine.loading.store import ModelError
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
 
-#: For what no measured step shows: graphs' own memory, the allocator's fragments, penalties' state.
+#: For what neither the measured step nor `graphs` shows: what the driver keeps of a graph, the allocator's fragments,
+#: penalties' state.
 _RESERVE = 2**30
 
 

@@ -116,7 +116,7 @@ class GpuRunner:
                 graph.sampler.replay()
                 return graph.ids, None
             logits = graph.logits
-            _, columns = self._inputs.graph_batch(prepared.layout)
+            columns = self._inputs.graph_columns(prepared.layout)
         else:
             batch, columns = self._inputs.batch(prepared)
             hidden = self._model.hidden(batch, self._caches)
@@ -157,7 +157,7 @@ class GpuRunner:
         return self._model.logits(self._model.hidden(batch, self._caches))
 
     def _pick(self, layout: Layout, logits: Tensor) -> Tensor:
-        _, columns = self._inputs.graph_batch(layout)
+        columns = self._inputs.graph_columns(layout)
         return self._sampler.pick(logits, columns, self._inputs.last_ids)
 
 

@@ -1,6 +1,6 @@
 """The one copy that takes a step's numbers to the GPU: columns of int32 in one buffer.
 
-A layout depends on four counts only, so that a CUDA graph captured for some number of rows finds
+A layout depends on its counts only, so that a CUDA graph captured for some number of rows finds
 its columns at the same addresses in every step. What changes in tables that stay on the device comes last,
 so that no more of it is copied than a step has.
 """
@@ -40,7 +40,7 @@ class Layout:
         """Whether not all rows are single tokens."""
         return self.num_tiles > 0 or self.num_items > 0
 
-    @lru_cache(256)  # noqa: B019 - of a value, of which a runner sees few
+    @lru_cache(256)  # noqa: B019 - of a value; the graphs' are always among the last
     def offsets(self) -> tuple[list[tuple[int, int]], int]:
         """(begin, end) of each column in the order of `Columns`, but for `changes`, and the size of all these."""
         tokens, rows = self.num_tokens, self.num_sampled
@@ -95,6 +95,7 @@ class Staging:
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._turn = 0
         self._host_columns = lru_cache(128)(self._slice_host)
+        self._device_columns = lru_cache(128)(self._slice_device)
         self._copies = lru_cache(64)(self._slice_copy)
 
     def host(self, layout: Layout) -> Columns[Ints]:
@@ -109,7 +110,7 @@ class Staging:
         device.copy_(pinned, non_blocking=True)
 
     def device(self, layout: Layout) -> Columns[Tensor]:
-        return Columns(*(self._device[begin:end] for begin, end in self._spans(layout)))
+        return self._device_columns(layout)
 
     def _spans(self, layout: Layout) -> list[tuple[int, int]]:
         spans, end = layout.offsets()
@@ -117,6 +118,9 @@ class Staging:
 
     def _slice_host(self, turn: int, layout: Layout) -> Columns[Ints]:
         return Columns(*(self._views[turn][begin:end] for begin, end in self._spans(layout)))
+
+    def _slice_device(self, layout: Layout) -> Columns[Tensor]:
+        return Columns(*(self._device[begin:end] for begin, end in self._spans(layout)))
 
     def _slice_copy(self, turn: int, size: int) -> tuple[Tensor, Tensor]:
         return self._device[:size], self._pinned[turn][:size]

@@ -41,9 +41,11 @@ def compile_ahead(launches: Callable[[], object]) -> None:
             triton.JITFunction.run = run
 
 
-def _kind(argument: object) -> object:
+def _kind(argument: Any) -> object:
     """Equal for arguments that a kernel is compiled for alike."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16
+    if (box := getattr(argument, "block_shape", None)) is not None:  # of a tensor, for the copy engine
+        return argument.base.dtype, tuple(box)
     plain = argument is None or isinstance(argument, int | float | str)
     return argument if plain else id(argument)

@@ -107,8 +107,9 @@ class Cublaslt:
     def multiply(self, x: Tensor, weight: Tensor, algorithm: Algorithm) -> Tensor | None:
         """x [M, K] times weight [N, K] transposed, in their type: [M, N]. None where the algorithm does not fit."""
         (num_rows, num_in), num_out = x.shape, len(weight)
-        aligned = x.is_contiguous() and num_in % _ALIGNED == 0 and num_out % _ALIGNED == 0
-        if not aligned or x.dtype not in _TYPES:
+        dense = x.is_contiguous() and weight.is_contiguous() and weight.dtype == x.dtype
+        aligned = not any((num_in % _ALIGNED, num_out % _ALIGNED, x.data_ptr() % 16, weight.data_ptr() % 16))
+        if not dense or not aligned or x.dtype not in _TYPES:
             return None
         chosen, kind = self._configure(algorithm, x.dtype), _TYPES[x.dtype]
         with (
@@ -174,4 +175,7 @@ def load(device: torch.device) -> Cublaslt | None:
     except OSError:
         return None
     library.cublasLtGetVersion.restype = c_size_t
-    return Cublaslt(library) if library.cublasLtGetVersion() // 100 == _RELEASE else None
+    if library.cublasLtGetVersion() // 100 != _RELEASE:
+        return None
+    with torch.cuda.device(device):
+        return Cublaslt(library)

@@ -238,12 +238,15 @@ def choose_spread(num_rows: int, num_kv_heads: int, max_splits: int, *, limit: L
     """Free to choose: all give the same bits. Tuned inside layers of two models on an H200. `split_bytes` are those of
     the keys and values of a split."""
     heads, num_sms = num_rows * num_kv_heads, limit.num_sms
+    # Whether a row is walked goes by the number of rows alone: a step without a graph then finds the kernels of graphs,
+    # whose contexts may be long, and compiles none. Programs that find no split end at once.
+    at_most = max(2, max_splits)
     # A tile has two stages, since its addresses are loaded too: five have two tiles under way, nine a whole split.
-    if heads > _HEADS_TO_SPREAD * num_sms or max_splits == 1:
+    if heads > _HEADS_TO_SPREAD * num_sms:
         return Spread(1, warps=2, stages=3)  # with more stages fewer programs have room beside each other
     if 2 * heads > num_sms:
-        return Spread(min(max_splits, _PROGRAMS), warps=2, stages=3)
-    programs = min(max_splits, _PROGRAMS_PER_SM * num_sms // heads)
+        return Spread(min(at_most, _PROGRAMS), warps=2, stages=3)
+    programs = min(at_most, _PROGRAMS_PER_SM * num_sms // heads)
     # Such a program has a multiprocessor to itself: of four rows at 6000 attention took 50 us instead of 36.
     if 16 * heads <= num_sms and split_bytes <= limit.shared_memory - _SPARE:
         return Spread(programs, warps=8, stages=9, early=True)

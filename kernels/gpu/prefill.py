@@ -166,10 +166,8 @@ def attend_tiles(
     """Fill `out` [M, HQ, D] for the rows that `tiles` int32 [num_tiles, 2] names as (first row, rows).
 
     A tile is rows of one sequence that follow each other, at most `query_tile`; tiles of no rows come last.
-    q [M, HQ, D] may have a row stride; caches are [num_blocks, HKV, block_size, D]. `arrivals` int32 is zero, and is
-    again when this is done. `scale` and `cap` are those of `add_tile`, no cap being 0; the answer is multiplied by
-    `value_scale`.
-    """
+    q [M, HQ, D] may have a row stride; caches are [num_blocks, HKV, block_size, D]. `arrivals` int32 is zero, and then
+    again. `scale` and `cap` are those of `add_tile`, no cap being 0; the answer is multiplied by `value_scale`."""
     if tiles.shape[0] == 0:
         return
     _, num_heads, head_dim = q.shape

@@ -174,31 +174,32 @@ def test_a_long_context_is_shared_out_in_the_last_layer_as_well() -> None:
 
 
 def test_long_chunks_take_a_graph_of_more_tokens() -> None:
-    """Beside a single token with two splits of context, a chunk of one tile more than is short, and one that is."""
+    """Chunks of one tile more than is short, one of which is sampled. A single token or a short chunk beside them takes
+    the step out of the graph."""
     inputs = make_inputs(2000, 80)
-    single = entry(0, 300, [9])
-    long, longer, brief = (
+    long, longer = (
         PlanEntry(slot, start, count, array(U32, range(count)), (), sample)
-        for slot, start, count, sample in ((1, 100, 602, True), (2, 0, 17, False), (3, 40, 5, True))
+        for slot, start, count, sample in ((1, 100, 602, True), (2, 0, 17, False))
     )
-    prepared = inputs.prepare(StepPlan(1, entered(0, 1, 2, 3), (single, long, longer, brief)))
-    layout = Layout(640, 8, num_tiles=96, num_items=40, num_last_items=40)
+    prepared = inputs.prepare(StepPlan(1, entered(1, 2), (long, longer)))
+    layout = Layout(640, 8, num_tiles=96, num_last_items=40)
     assert (prepared.layout, prepared.in_graph) == (layout, True)
     batch, columns = inputs.graph_batch(layout)
     schedule, pruned = batch.attention.schedule, batch.pruned
     assert schedule is not None
     assert pruned is not None
     assert pruned.schedule is not None
-    tiles = [[603, 8], [611, 8], [619, 1]][::-1] + [[1 + at, min(8, 602 - at)] for at in range(600, -1, -8)]
+    tiles = [[602, 8], [610, 8], [618, 1]][::-1] + [[at, min(8, 602 - at)] for at in range(600, -1, -8)]
     assert schedule.tiles.tolist() == tiles + [[0, 0]] * (96 - len(tiles))
-    items = [[0, 1, 0, 2, 0], [0, 1, 1, 2, 0], [620, 5, 0, 1, 0]]
-    assert schedule.items.tolist() == items + [[0] * 5] * 37
+    assert schedule.items.tolist() == pruned.schedule.tiles.tolist() == []
     assert schedule.num_single == pruned.schedule.num_single == 0
-    assert columns.index.tolist() == [0, 602, 624] + [0] * 5
-    lasts = [[602, 1, program, 3, 0] for program in range(3)] + [[0, 1, program, 2, 6] for program in range(2)]
-    assert pruned.schedule.items.tolist() == [*lasts, [624, 1, 0, 1, 0]] + [[0] * 5] * 34
-    assert pruned.schedule.tiles.tolist() == []
-    assert batch.attention.positions.tolist()[620:] == [40, 41, 42, 43, 44] + [-1] * 15
+    assert columns.index.tolist() == [601] + [0] * 7
+    assert inputs.graph_columns(layout) is columns
+    lasts = [[601, 1, program, 3, 0] for program in range(3)]
+    assert pruned.schedule.items.tolist() == lasts + [[0] * 5] * 37
+    for beside in (entry(0, 300, [9]), PlanEntry(0, 40, 5, array(U32, range(5)), (), True)):
+        entries = (beside, long) if beside.count == 1 else (long, beside)
+        assert not inputs.prepare(StepPlan(1, entered(0, 1), entries)).in_graph
 
 
 def test_long_chunks_alone_take_a_graph_without_items() -> None:
@@ -223,12 +224,10 @@ def test_a_graph_forgets_the_tiles_and_items_of_the_step_before() -> None:
     inputs = make_inputs(2000, 80)
     for number, (count, sample) in enumerate([(1000, True), (900, True), (910, False)]):
         chunk = PlanEntry(0, 0, count, array(U32, range(count)), (), sample)
-        brief = PlanEntry(1, 0, 15 - 5 * number, array(U32, range(15 - 5 * number)), (), sample)
-        layout = inputs.prepare(StepPlan(number, entered(0, 1), (chunk, brief))).layout
-        assert layout == Layout(1024, 8, num_tiles=144, num_items=40, num_last_items=40)
+        layout = inputs.prepare(StepPlan(number, entered(0), (chunk,))).layout
+        assert layout == Layout(1024, 8, num_tiles=144, num_last_items=40)
     _, columns = inputs.graph_batch(layout)
     assert columns.tiles.view(-1, 2).count_nonzero(dim=0).tolist() == [113, 114]
-    assert columns.items.view(-1, 5).tolist() == [[910, 5, 0, 1, 0]] + [[0] * 5] * 39
     assert not columns.last_items.any()
     assert not columns.index.any()
 

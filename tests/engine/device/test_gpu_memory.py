@@ -45,7 +45,7 @@ def left(step: WorstStep, utilization: float = 0.9) -> int:
 @pytest.mark.parametrize(
     ("num_tokens", "chunk_rows", "most_tokens"),
     [
-        (8192, 16 + 32 + 4 * 40 + 7 * 40, 1024),  # 7 graphs of more than 512 tokens
+        (8192, 16 + 32 + 4 * 40 + 4 * 40, 1024),  # 4 graphs of more than 512 tokens
         (600, 16 + 32 + 4 * 40, 512),
         (15, 0, 40),
     ],

@@ -30,8 +30,7 @@ def test_chunks_have_graphs_as_far_as_steps_reach() -> None:
 
 def test_graphs_of_more_tokens_have_tiles_of_long_chunks() -> None:
     layouts = chunk_layouts(256, 8192, 16, 32)[6:]
-    assert [layout.num_tokens for layout in layouts] == [640, 640, 768, 768, 896, 1024, 1024]
-    assert [layout.num_tiles for layout in layouts] == [36, 36, 40, 40, 44, 48, 48]
-    assert [layout.num_items for layout in layouts] == [0, 96, 0, 96, 0, 0, 96]
-    assert layouts[-1] == Layout(1024, 64, num_tiles=48, num_items=96, num_last_items=96)
+    assert [layout.num_tokens for layout in layouts] == [640, 768, 896, 1024]
+    assert [layout.num_tiles for layout in layouts] == [36, 40, 44, 48]
+    assert layouts[-1] == Layout(1024, 64, num_tiles=48, num_items=0, num_last_items=96)
     assert chunk_layouts(8, 900, 16, 128)[-1] == Layout(896, 8, num_tiles=23, num_items=0, num_last_items=40)

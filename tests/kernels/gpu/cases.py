@@ -106,12 +106,13 @@ class AttentionCase:
         padded = padded.view(-1, ITEM_COLUMNS)
         return replace(self, batch=replace(batch, schedule=replace(schedule, tiles=schedule.tiles[:0], items=padded)))
 
-    def padded(self, count: int) -> AttentionCase:
+    def padded(self, num_tiles: int, num_items: int) -> AttentionCase:
         """The same with so many tiles and items that nothing is done for, behind its own."""
         schedule = self.batch.schedule
         assert schedule is not None
         tiles, items = (
-            torch.cat((rows, rows.new_zeros(count, rows.shape[1]))) for rows in (schedule.tiles, schedule.items)
+            torch.cat((rows, rows.new_zeros(count, rows.shape[1])))
+            for rows, count in ((schedule.tiles, num_tiles), (schedule.items, num_items))
         )
         return replace(self, batch=replace(self.batch, schedule=replace(schedule, tiles=tiles, items=items)))
 

@@ -242,7 +242,7 @@ def test_attention_beside_padding() -> None:
     case = AttentionCase.draw(*(6, 3, 48), dtype=torch.float16, block_size=32, starts=(20, 280), counts=(1, 40))
     wanted = case.on(torch.device("cpu")).run(0, 0.0)
     for copied in (case.on(torch.device("cpu")), case.on(torch.device("cpu")).in_items(2)):
-        padded = copied.padded(3)
+        padded = copied.padded(3, 3)
         assert torch.equal(padded.run(0, 0.0), copied.run(0, 0.0))
         assert error(padded.run(0, 0.0), wanted) < CLOSE[torch.float16]
 

@@ -69,10 +69,11 @@ def test_sampling_of_hard_rows(vocab: int, part: int, monkeypatch: pytest.Monkey
     assert found.clamp(min=-1).tolist() == wanted.tolist()
 
 
-@pytest.mark.parametrize("block", [8192, 64])
-def test_sampling_of_allowed_tokens(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("block", "part"), [(8192, 512), (64, 64)])
+def test_sampling_of_allowed_tokens(block: int, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the first row's, none of the second's; the third has a NaN that is not allowed. 300 is not 32 n."""
     monkeypatch.setattr(sampling, "_THRESHOLD_BLOCK", block)
+    monkeypatch.setattr(sampling, "_PART", part)
     rows, vocab = 8, 300
     logits, number = torch.randn(rows, vocab) * 3, torch.arange(rows)
     words = torch.randint(-(2**31), 2**31, (rows, 10)).int()

@@ -30,8 +30,14 @@ def test_few_rows_ask_early_and_many_walk() -> None:
     assert spread_of(64) == spread_of(256) == Spread(1, warps=2, stages=3)
 
 
-def test_a_context_of_one_split_is_walked() -> None:
-    assert spread_of(1, max_splits=1).programs == 1
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 16, 33, 34, 256])
+def test_steps_without_graphs_find_the_kernels_of_graphs(num_rows: int) -> None:
+    """Whose contexts may be long: what a kernel is compiled for goes by the rows alone."""
+
+    def kind(spread: Spread) -> tuple[bool, int, int, bool]:
+        return spread.programs == 1, spread.warps, spread.stages, spread.early
+
+    assert {kind(spread_of(num_rows, max_splits=splits)) for splits in range(1, 200)} == {kind(spread_of(num_rows))}
 
 
 def test_what_does_not_fit_is_not_held() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import Tensor
 
-from kernels.gpu import cublaslt, library, matmul
+from kernels.gpu import cublaslt, library, matmul, start
 from kernels.gpu.launch import Limits
 
 H200 = Limits(num_sms=132, shared_memory=227 << 10, dependent=True)
@@ -70,6 +73,49 @@ def test_bits_are_those_of_torch(algorithm: cublaslt.Algorithm, dtype: torch.dty
             found = library.multiply_by(algorithm, x[-rows:], weight)
             assert found is not None
             assert torch.equal(found, torch.mm(x[-rows:], weight.t())), (num_out, num_in, rows)
+
+
+@pytest.mark.usefixtures("allowed")
+@pytest.mark.parametrize(("shape", "to_library"), [((128, 2048), False), ((8, 4096), False), ((6144, 4096), True)])
+def test_small_products_to_float32_stay_with_the_tiles(shape: tuple[int, int], to_library: bool) -> None:
+    """Those of routers: nothing has looked at their bits."""
+    x, weight = SimpleNamespace(shape=(300, shape[1]), dtype=BF16, is_cuda=True), torch.empty(shape, device="meta")
+    tile = matmul.choose_tile(x, weight, has_bias=False, gated=False, out_dtype=torch.float32)
+    assert (tile is None) == to_library
+
+
+def test_a_start_allows_what_has_equal_bits_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not float32 results of which one kind is otherwise, nor an algorithm with another sum for odd K."""
+    products = [start._Products.draw(torch.device("cpu"), BF16, *shape) for shape in ((24, 64), (40, 72))]
+
+    def linear(x: Tensor, weight: Tensor, bias: None, dtype: torch.dtype) -> Tensor:
+        return (x.float() @ weight.float().t()).to(dtype)
+
+    def by(algorithm: cublaslt.Algorithm, x: Tensor, weight: Tensor) -> Tensor:
+        odd = algorithm is library.ALGORITHMS[1] and x.shape[1] % 64
+        return linear(x, weight, None, BF16) * (1.5 if odd else 1.0)
+
+    monkeypatch.setattr(start, "linear", linear)
+    monkeypatch.setattr(library, "multiply_by", by)
+    monkeypatch.setattr(library, "multiply", lambda x, weight, dtype: linear(x, weight, None, dtype))
+    assert start._allowed(products, products) == library.Allowed(True, library.ALGORITHMS[:1])
+    monkeypatch.setattr(
+        library,
+        "multiply",
+        lambda x, weight, dtype: linear(x, weight, None, dtype) + (len(x) == 200) * (len(weight) == 40),
+    )
+    assert not start._allowed(products, products).float32_results
+    assert start._allowed(products, products[:1]).float32_results
+
+
+@pytest.mark.gpu
+def test_all_of_it_is_allowed_where_it_is_known() -> None:
+    device = torch.device("cuda", 0)
+    if cublaslt.load(device) is None:
+        pytest.skip("no Hopper GPU, or another release of cuBLASLt than that of the algorithms")
+    for dtype in (BF16, torch.float16):
+        start.start_gpu(device, dtype)
+        assert library._allowed[dtype] == library.Allowed(True, library.ALGORITHMS)
 
 
 @pytest.mark.gpu

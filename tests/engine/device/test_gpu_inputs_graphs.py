@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from itertools import product
 
@@ -10,6 +11,7 @@ import torch
 
 from engine.device import gpu_inputs
 from engine.device.gpu_inputs import GpuInputs, GpuLimits
+from engine.device.graphs import decode_layouts
 from engine.device.staging import Columns, Ints, Layout
 from engine.plan import PlanEntry, SlotState, StepPlan
 from kernels.short_chunks import ShortTiles
@@ -139,10 +141,31 @@ def test_all_tables_may_change_in_a_step_of_any_graph(max_num_seqs: int, max_num
 def test_all_tables_may_change_in_the_largest_step_without_a_graph(
     monkeypatch: pytest.MonkeyPatch, counts: list[int]
 ) -> None:
+    """Their contexts of 12 splits are shared out by as many programs as there may be."""
     for name in ("decode_layouts", "chunk_layouts"):
         monkeypatch.setattr(gpu_inputs, name, lambda *sizes: [])
     for query_tile in (8, 128):
-        inputs = make_inputs(8, 72, 5, query_tile)
-        entries = tuple(chunk(slot, 0, count) for slot, count in enumerate(counts))
+        inputs = make_inputs(8, 72, 192, query_tile)
+        entries = tuple(chunk(slot, 3000, count) for slot, count in enumerate(counts))
         _, columns = inputs.batch(inputs.prepare(StepPlan(1, entered(8), entries)))
-        assert len(columns.changes) == 2 * 8 * 5
+        assert len(columns.changes) == 2 * 8 * 192
+
+
+@pytest.mark.parametrize("num_sms", [58, 108, 132])
+def test_single_tokens_beside_chunks_find_the_kernels_of_the_decode_graphs(num_sms: int) -> None:
+    """Which are compiled when the engine starts. They differ in what is not the number of programs."""
+    pytest.importorskip("triton")
+    from kernels.gpu.decode import Spread, choose_spread
+    from kernels.gpu.launch import Limits
+
+    limit = Limits(num_sms=num_sms, shared_memory=232_448, dependent=True)
+
+    def kernel(num_rows: int, num_kv_heads: int, max_splits: int) -> tuple[bool, Spread]:
+        spread = choose_spread(num_rows, num_kv_heads, max_splits, limit=limit, split_bytes=131_072)
+        return spread.programs == 1, dataclasses.replace(spread, programs=0)
+
+    for max_num_seqs, num_kv_heads, full in product((1, 3, 8, 40, 300), (1, 2, 3, 4, 5, 8, 10, 16, 32), (1, 2, 160)):
+        compiled = {kernel(layout.num_tokens, num_kv_heads, full) for layout in decode_layouts(max_num_seqs)}
+        for max_splits in {1, 2, 3, 8, full}:
+            if max_splits <= full:
+                assert {kernel(rows, num_kv_heads, max_splits) for rows in range(1, max_num_seqs + 1)} <= compiled

@@ -193,8 +193,11 @@ def choose_tile(x: Tensor, weight: Tensor, *, has_bias: bool, gated: bool, out_d
     few_columns = num_out <= _FEW_COLUMNS and not gated
     small = few_columns or num_out * num_in <= _FEW_ELEMENTS
     to_float32 = out_dtype != x.dtype
+    # Rows that do not begin on 16 bytes get another family of the library's kernels, with other bits (a head of 5002).
+    aligned = num_in * x.element_size() % 16 == 0 and weight.shape[0] * out_dtype.itemsize % 16 == 0
     # Routers of experts are small, and a last bit may choose an expert: no start looks at what the library does there.
-    library_can = x.is_cuda and not has_bias and (not to_float32 or (not small and library.gives_float32(x.dtype)))
+    float32_too = not small and library.gives_float32(x.dtype)
+    library_can = x.is_cuda and aligned and not has_bias and (not to_float32 or float32_too)
     if num_rows > (MOST_TILE_ROWS_OF_SMALL if small else MOST_TILE_ROWS):
         too_few = to_float32 and num_rows <= MOST_TILE_ROWS_TO_FLOAT32
         return None if library_can and not too_few else Tile(128, 128, 64, 8, 3, swap=False)

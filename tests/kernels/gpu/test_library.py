@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +24,13 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 def columns(num_rows: int, num_out: int) -> int | None:
     found = library.fitting(torch.empty(num_rows, 8, dtype=BF16, device="meta"), num_out)
     return None if found is None else found.columns
+
+
+def goes_to_library(shape: tuple[int, int], out_dtype: torch.dtype) -> bool:
+    x = Mock(torch.Tensor, shape=(300, shape[1]), dtype=BF16, is_cuda=True)
+    x.element_size.return_value = 2
+    weight = torch.empty(shape, device="meta")
+    return matmul.choose_tile(x, weight, has_bias=False, gated=False, out_dtype=out_dtype) is None
 
 
 def test_fill() -> None:
@@ -79,9 +86,22 @@ def test_bits_are_those_of_torch(algorithm: cublaslt.Algorithm, dtype: torch.dty
 @pytest.mark.parametrize(("shape", "to_library"), [((128, 2048), False), ((8, 4096), False), ((6144, 4096), True)])
 def test_small_products_to_float32_stay_with_the_tiles(shape: tuple[int, int], to_library: bool) -> None:
     """Those of routers: nothing has looked at their bits."""
-    x, weight = SimpleNamespace(shape=(300, shape[1]), dtype=BF16, is_cuda=True), torch.empty(shape, device="meta")
-    tile = matmul.choose_tile(x, weight, has_bias=False, gated=False, out_dtype=torch.float32)
-    assert (tile is None) == to_library
+    assert goes_to_library(shape, torch.float32) == to_library
+
+
+@pytest.mark.usefixtures("allowed")
+@pytest.mark.parametrize(
+    ("shape", "dtype", "to_library"),
+    [
+        *(((width, 4096), torch.float32, width % 4 == 0) for width in (32000, 32003, 50257, 5002, 5004)),
+        *(((width, 4096), BF16, width % 8 == 0) for width in (5000, 5004)),
+        *(((6144, 4100), dtype, False) for dtype in (torch.float32, BF16)),
+    ],
+)
+def test_rows_that_begin_between_16_bytes_stay_with_the_tiles(
+    shape: tuple[int, int], dtype: torch.dtype, to_library: bool
+) -> None:
+    assert goes_to_library(shape, dtype) == to_library
 
 
 def test_a_start_allows_what_has_equal_bits_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ DTYPES = list(CLOSE)
 ROW_COUNTS = (1, 2, 3, 7, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 255, 256, 511, 1000)
 
 #: (out, in) of the layers of Llama-3.1-8B, Qwen3-0.6B and SmolLM2, an odd one, one whose K is one step of few rows'
-#: tiles, two of many rows', and routers of 8 and 128 experts.
+#: tiles, two of many rows', routers of 8 and 128 experts, and a head whose rows begin between 16 bytes.
 SHAPES = (
     (6144, 4096),
     (4096, 4096),
@@ -35,9 +35,10 @@ SHAPES = (
     (200, 112),
     (8, 4096),
     (128, 2048),
+    (5002, 1544),
 )
 #: Those whose products are also tried with a bias and with float32 results, each a kernel of its own.
-FEW_SHAPES = ((4096, 4096), (1024, 2048), (1000, 1544), (200, 112), (8, 4096), (128, 2048))
+FEW_SHAPES = ((4096, 4096), (1024, 2048), (1000, 1544), (200, 112), (8, 4096), (128, 2048), (5002, 1544))
 
 #: A chunk, and single tokens whose contexts end on both sides of tiles, splits and blocks.
 STARTS, COUNTS = (0, 5, 700, 255, 0, 90, 511), (1, 1, 1, 1, 70, 33, 2)
@@ -125,7 +126,7 @@ def test_embeddings(cuda: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "shape"),
-    [*((BF16, shape) for shape in SHAPES), *((dtype, shape) for dtype in (F16, F32) for shape in SHAPES[-4:-2])],
+    [*((BF16, shape) for shape in SHAPES), *((dtype, shape) for dtype in (F16, F32) for shape in SHAPES[-5:-3])],
     ids=str,
 )
 def test_invariance_of_products(cuda: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:

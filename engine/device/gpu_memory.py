@@ -25,7 +25,6 @@ from engine.models.spec import ModelSpec
 #: penalties' state.
 _RESERVE = 2**30
 
-
 #: Streams wait at most this long, and a decode step, for others' prompts.
 _PREFILL_S = 0.020
 

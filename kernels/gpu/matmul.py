@@ -1,7 +1,7 @@
 """Matrix products that add over K in order, so that a row has the same bits in a call of any size.
 
 Up to 64 rows, or 128 of small weights: our tiles of 16, 32 or 64 rows. Above: cuBLASLt with split-K
-forbidden (`kernels.gpu.library`), which was measured to give the same bits in the types it is used for. Everything a
+forbidden (`library.py`), which was measured to give the same bits in the types it is used for. Everything a
 library does not do in that way (float32, a bias added before rounding) stays with the tiles.
 """
 

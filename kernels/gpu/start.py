@@ -59,18 +59,19 @@ def start_gpu(
     if not reproducible:
         return
     products = [_Products.draw(device, dtype, *shape) for shape in _SHAPES]
-    head = _Products.draw(device, dtype, *_HEAD)
+    heads = [_Products.draw(device, dtype, *_HEAD)] if sixteen_bits else []
 
     def launch_all() -> None:
         for each in products:
             for count in (*_ROW_COUNTS, _MOST_ROWS):
                 each.of_last(count)
-        linear(head.x, head.weight, None, torch.float32)
+        for head in heads:
+            linear(head.x, head.weight, None, torch.float32)
 
     compile_ahead(launch_all)
     for each in products:
         each.check()
-    if sixteen_bits:
+    for head in heads:
         library.allow(dtype, _allowed(products, head))
 
 
@@ -96,8 +97,8 @@ class _Products:
     def of_last(self, count: int) -> tuple[Tensor, ...]:
         """The kinds of product of the last `count` rows."""
         x = self.x[-count:]
-        plain, to_float32 = (linear(x, self.weight, None, kind) for kind in (x.dtype, torch.float32))
-        return plain, to_float32, gated_linear(x, self.weight, None)
+        kinds = dict.fromkeys((x.dtype, torch.float32))
+        return *(linear(x, self.weight, None, kind) for kind in kinds), gated_linear(x, self.weight, None)
 
     def check(self) -> None:
         whole = self.of_last(_MOST_ROWS)

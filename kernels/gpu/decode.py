@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 #: Programs that a multiprocessor has at once, about.
 _PROGRAMS_PER_SM = 4
 
-#: KV heads of rows, a multiprocessor, up to which splits are spread, and over how many programs unless rows are few.
-_HEADS_TO_SPREAD, _PROGRAMS = 2, 8
-
-#: Bytes of shared memory beside a whole split, also for the programs of the next kernel.
-_SPARE = 64 * 1024
+#: KV heads of rows, a multiprocessor, up to which splits are spread, and over how many programs unless rows are few:
+#: twice what 32 rows of one length want, for a long context among them (12,000 beside 31 of 1024: 104 to 78 us).
+_HEADS_TO_SPREAD, _PROGRAMS = 2, 16
 
 
 @triton.jit
@@ -241,15 +239,14 @@ def choose_spread(num_rows: int, num_kv_heads: int, max_splits: int, *, limit: L
     # Whether a row is walked goes by the number of rows alone: a step without a graph then finds the kernels of graphs,
     # whose contexts may be long, and compiles none. Programs that find no split end at once.
     at_most = max(2, max_splits)
-    # A tile has two stages, since its addresses are loaded too: five have two tiles under way, nine a whole split.
+    # A tile has two stages, since its addresses are loaded too: five have two tiles under way.
     if heads > _HEADS_TO_SPREAD * num_sms:
         return Spread(1, warps=2, stages=3)  # with more stages fewer programs have room beside each other
     if 2 * heads > num_sms:
         return Spread(min(at_most, _PROGRAMS), warps=2, stages=3)
     programs = min(at_most, _PROGRAMS_PER_SM * num_sms // heads)
-    # Such a program has a multiprocessor to itself: of four rows at 6000 attention took 50 us instead of 36.
-    if 16 * heads <= num_sms and split_bytes <= limit.shared_memory - _SPARE:
-        return Spread(programs, warps=8, stages=9, early=True)
+    # A whole split under way (nine stages) would be one program to a multiprocessor: 0.6 us less for a row alone at
+    # 1024, 5 us more at 4096, 9 at 8192, 30 at 32,768.
     deep = 5 * split_bytes // 8 <= limit.shared_memory
     return Spread(programs, warps=4, stages=5 if deep else 3, early=True)
 

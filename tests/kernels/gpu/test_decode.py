@@ -23,10 +23,10 @@ def spread_of(
 
 
 def test_few_rows_ask_early_and_many_walk() -> None:
-    assert spread_of(1) == Spread(66, warps=8, stages=9, early=True)
+    assert spread_of(1) == Spread(66, warps=4, stages=5, early=True)
     assert spread_of(4) == Spread(16, warps=4, stages=5, early=True)
     assert spread_of(8) == Spread(8, warps=4, stages=5, early=True)
-    assert spread_of(16) == spread_of(32) == Spread(8, warps=2, stages=3)
+    assert spread_of(16) == spread_of(32) == Spread(16, warps=2, stages=3)
     assert spread_of(64) == spread_of(256) == Spread(1, warps=2, stages=3)
 
 
@@ -41,7 +41,7 @@ def test_steps_without_graphs_find_the_kernels_of_graphs(num_rows: int) -> None:
 
 
 def test_what_does_not_fit_is_not_held() -> None:
-    """Of smaller shared memory, whole splits, or two tiles."""
+    """Of smaller shared memory, two tiles."""
     assert spread_of(1, limit=A100) == Spread(54, warps=4, stages=5, early=True)
     assert spread_of(50, limit=A100) == Spread(1, warps=2, stages=3)
     assert spread_of(1, 4, limit=L4) == Spread(58, warps=4, stages=5, early=True)

@@ -29,9 +29,10 @@ MOST_TILE_ROWS_OF_SMALL = 128
 #: rows 303 against 297, but 160 rows 459 against 306 and 256 rows 503 against 397).
 MOST_TILE_ROWS_TO_FLOAT32 = 128
 
-#: Float32 results are the library's from so many columns on, which heads have. Of 32,000 to 151,936 all 13 numbers of
-#: rows tried, 33 to 1024, had the tiles' bits in bfloat16; of 5004 or 6144, in bfloat16 or float16, not all had.
-LEAST_HEAD = 32_000
+#: Float32 results are the library's from so many columns on, which heads have, where K is whole steps of the tiles and
+#: columns come by eights: such products of 6144 to 151,936 columns had the tiles' bits for 14 numbers of rows from 65 to
+#: 512, in bfloat16 and float16. 5004 x 1544, in both types, had others for all of them.
+LEAST_HEAD, _HEAD_STEP = 32_000, 64
 
 #: A weight is small with so few columns, or with so few elements (of a gated product, those of one half).
 _FEW_COLUMNS, _FEW_ELEMENTS = 2048, 1 << 22
@@ -198,8 +199,8 @@ def choose_tile(x: Tensor, weight: Tensor, *, has_bias: bool, gated: bool, out_d
     small = few_columns or num_out * num_in <= _FEW_ELEMENTS
     to_float32 = out_dtype != x.dtype
     # Rows that do not begin on 16 bytes may get another family of the library's kernels, with other bits.
-    aligned = num_in * x.element_size() % 16 == 0 and weight.shape[0] * out_dtype.itemsize % 16 == 0
-    float32_too = num_out >= LEAST_HEAD and library.gives_float32(x.dtype)
+    aligned = num_in * x.element_size() % 16 == 0 and weight.shape[0] % 8 == 0
+    float32_too = num_out >= LEAST_HEAD and num_in % _HEAD_STEP == 0 and library.gives_float32(x.dtype)
     library_can = x.is_cuda and aligned and not has_bias and (not to_float32 or float32_too)
     if num_rows > (MOST_TILE_ROWS_OF_SMALL if small else MOST_TILE_ROWS):
         too_few = to_float32 and num_rows <= MOST_TILE_ROWS_TO_FLOAT32

@@ -95,9 +95,11 @@ def test_of_float32_results_heads_alone_are_the_librarys(shape: tuple[int, int],
 @pytest.mark.parametrize(
     ("shape", "dtype", "to_library"),
     [
-        *(((width, 4096), torch.float32, width % 4 == 0) for width in (32000, 32003, 50257, 50260)),
+        *(((width, 4096), torch.float32, width % 8 == 0) for width in (32000, 32003, 50257, 50260, 50264)),
         *(((width, 4096), BF16, width % 8 == 0) for width in (5000, 5004)),
         *(((32000, 4100), dtype, False) for dtype in (torch.float32, BF16)),
+        ((32000, 1544), torch.float32, False),  # not whole steps of K: seen to have other bits
+        ((32000, 1536), torch.float32, True),
     ],
 )
 def test_rows_that_begin_between_16_bytes_stay_with_the_tiles(

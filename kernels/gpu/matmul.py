@@ -30,8 +30,8 @@ MOST_TILE_ROWS_OF_SMALL = 128
 MOST_TILE_ROWS_TO_FLOAT32 = 128
 
 #: Float32 results are the library's from so many columns on, which heads have, where K is whole steps of the tiles and
-#: columns come by eights: such products of 6144 to 151,936 columns had the tiles' bits for 14 numbers of rows from 65 to
-#: 512, in bfloat16 and float16. 5004 x 1544, in both types, had others for all of them.
+#: columns come by eights: such products of 6144 to 151,936 columns had the tiles' bits, for 14 numbers of rows from 65
+#: to 512, in bfloat16 and float16. 5004 x 1544, in both types, had others for all of them.
 LEAST_HEAD, _HEAD_STEP = 32_000, 64
 
 #: A weight is small with so few columns, or with so few elements (of a gated product, those of one half).

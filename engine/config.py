@@ -106,7 +106,8 @@ class EngineConfig(Settings):
     max_num_prefill_tokens: Annotated[int | None, Shown("on a GPU what it computes in 20 ms, else no limit")] = Field(
         None,
         ge=1,
-        description="Prompt tokens of a step in which other requests decode, so that no stream waits for long prompts.",
+        description="Tokens of a step that has both prompts and decodes, lest streams wait for long prompts; half are "
+        "left to prompts in any case.",
     )
     max_num_seqs: Annotated[int, Shown("64, on a GPU 256")] = Field(
         default_factory=_default_max_num_seqs, ge=1, le=4096, description="Requests that run at the same time."
@@ -188,7 +189,7 @@ class Resolved:
     public_name: str
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_num_prefill_tokens: int  # of a step in which others decode
+    max_num_prefill_tokens: int  # of a step in which others decode, with these
     enable_prefix_caching: bool
     hang_timeout_ms: int
     info: ModelInfo

@@ -105,8 +105,8 @@ class ModelInfo:
     KV block pool. `eos_ids` come from generation_config.json, then config.json. Without
     `prefix_caching` no request starts from another one's blocks, whatever the operator asked;
     without `prompt_logprobs` requests for them are refused, so that no plan has a `scoring`.
-    `prefill_tokens` is how many prompt tokens a step may have beside requests that decode, lest
-    their streams wait; None where the backend cannot say.
+    `prefill_tokens` is how many tokens a step with both prompts and decodes may have, lest streams
+    wait; None where the backend cannot say.
     """
 
     digest: str

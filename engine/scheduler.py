@@ -166,7 +166,9 @@ class Scheduler:
                 budget -= 1
         if chosen:
             chosen.sort(key=_longest_first)
-            budget = min(budget, self._max_num_prefill_tokens)
+            # Beside decodes all rows count, lest products take the next tile of rows; half is the prompts' in any case.
+            most = self._max_num_prefill_tokens
+            budget = min(budget, max(most - len(chosen), (most + 1) // 2))
         for request in chunks:
             if budget and request.state is RequestState.RUNNING:
                 count = min(request.num_uncomputed, budget)

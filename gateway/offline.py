@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import weakref
 from array import array
@@ -54,8 +55,8 @@ _Request = TypeVar("_Request", CompletionRequest, ChatRequest)
 #: What vLLM generates when nothing is said, by chat too.
 _MAX_TOKENS = 16
 
-#: Whoever closes an LLM waits for nothing; and its steps have all the prompts they can, since nobody reads a stream.
-_ALWAYS = ("--drain-timeout=0", f"--max-num-prefill-tokens={2**31}")
+#: Whoever closes an LLM waits for nothing.
+_ALWAYS = ("--drain-timeout=0",)
 
 
 #: What to do about an option of vLLM's that there is no support for.
@@ -91,9 +92,8 @@ class LLM:
     """A model on this machine. Close it, or leave its `with` block, to end the engine process.
 
     `model` and the options are those of `sluicegate engine` by the same names; None is the engine's
-    default, and `config` a TOML file with others; `max_num_prefill_tokens`, which is for streams, has no
-    effect. `seed` is for prompts whose parameters have none: their seeds follow from it and from their
-    number, None makes them random.
+    default, and `config` a TOML file with others. `seed` is for prompts whose parameters have none: their
+    seeds follow from it and from their number, None makes them random.
     """
 
     @names_nearest
@@ -247,10 +247,10 @@ class LLM:
 async def _answer_all(
     engine: OfflineEngine, asks: list[_Ask], on_answer: Callable[[], object]
 ) -> tuple[ModelText, list[_Answered]]:
-    """As many at a time as the engine takes in; the first that fails ends the others."""
+    """As many at a time as the engine takes in, the longest first; the first that fails ends the others."""
     serving, text = await engine.served()
     answered: dict[int, _Answered] = {}
-    left = iter(enumerate(asks))
+    left = iter(longest_first(asks))
 
     async def work() -> None:
         for place, ask in left:
@@ -265,6 +265,22 @@ async def _answer_all(
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return text, [answered[place] for place in range(len(asks))]
+
+
+def longest_first(asks: Sequence[_Ask]) -> list[tuple[int, _Ask]]:
+    """Asks and their places, those that may generate most first, equal ones as they came.
+
+    Prompts enter a few in each step, beside what decodes already: so the last to enter have little left to do, and no
+    step at the end has a handful of rows. Answers do not depend on it.
+    """
+
+    def most_tokens(item: tuple[int, _Ask]) -> float:
+        request = item[1].request
+        if request.options.max_tokens is not None:
+            return request.options.max_tokens
+        return math.inf if item[1].fills_context or isinstance(request, ChatRequest) else _MAX_TOKENS
+
+    return sorted(enumerate(asks), key=most_tokens, reverse=True)
 
 
 async def _answer(engine: OfflineEngine, ask: _Ask, serving: Serving, text: ModelText) -> _Answered:

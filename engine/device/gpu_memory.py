@@ -25,11 +25,12 @@ from engine.models.spec import ModelSpec
 #: penalties' state.
 _RESERVE = 2**30
 
-#: Streams wait at most this long, and a decode step, for others' prompts.
+#: A step with others' prompts takes a stream about so long.
 _PREFILL_S = 0.020
 
-#: Tokens by which that is rounded down: tiles of a product.
-_TOKENS_UNIT = 128
+#: Tokens by which that is rounded down, two tiles of a product, and the least. Of an 8B model on an H200 640, 768, 896
+#: and 1024 take 15.2, 18.0, 22.1 and 23.9 ms.
+_TOKENS_UNIT, _LEAST_TOKENS = 256, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class WorstStep:
     def prefill_tokens(self) -> int:
         """Tokens computed in 20 ms, where a step has as many."""
         fitting = int(self.num_tokens * _PREFILL_S / self.seconds) // _TOKENS_UNIT * _TOKENS_UNIT
-        return min(max(fitting, _TOKENS_UNIT), self.num_tokens)
+        return min(max(fitting, _LEAST_TOKENS), self.num_tokens)
 
 
 def kv_memory_bytes(

@@ -51,7 +51,7 @@ def test_decodes_are_planned_longest_context_first():
 
 
 def test_prompts_beside_decodes_are_taken_in_smaller_chunks():
-    """Those of one running, and of newcomers, together; the whole budget is theirs when nothing decodes."""
+    """Those of one running, and of newcomers, together with the decodes; the whole budget when nothing decodes."""
     driver = Driver(max_num_batched_tokens=64, max_num_prefill_tokens=20, enable_prefix_caching=False)
     driver.add(submit(1, b"x" * 70, max_tokens=4))
     driver.turn()
@@ -62,10 +62,20 @@ def test_prompts_beside_decodes_are_taken_in_smaller_chunks():
     assert [shapes(plan) for plan in driver.plans] == [
         [(0, 64, False)],
         [(64, 6, True)],
-        [(70, 1, True), (0, 20, False)],
-        [(71, 1, True), (20, 5, True), (0, 15, False)],
-        [(72, 1, True), (15, 15, True)],
+        [(70, 1, True), (0, 19, False)],
+        [(71, 1, True), (19, 6, True), (0, 13, False)],
+        [(72, 1, True), (13, 17, True)],
     ]
+
+
+def test_half_of_the_bound_is_for_prompts_however_many_decode():
+    driver = Driver(max_num_batched_tokens=64, max_num_prefill_tokens=5, enable_prefix_caching=False)
+    for handle in range(4):
+        driver.add(submit(handle, b"x", max_tokens=4))
+    driver.turn()
+    driver.add(submit(9, b"y" * 8, max_tokens=1))
+    driver.run()
+    assert [shapes(plan)[4:] for plan in driver.plans[:5]] == [[], [(0, 3, False)], [(3, 3, False)], [(6, 2, True)]]
 
 
 def test_no_more_requests_run_than_max_num_seqs():

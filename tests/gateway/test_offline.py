@@ -18,8 +18,10 @@ import pytest
 
 import sluicegate
 from gateway.errors import Unavailable
+from gateway.generation import Generation
 from gateway.offline import LLM, EngineError, RequestOutput, SamplingParams
 from gateway.offline_engine import OfflineEngine
+from gateway.stream import GenerationRequest
 from tests.processes import ROOT, command_line
 
 #: The tests' own environment, not the user's.
@@ -109,6 +111,27 @@ def test_more_prompts_than_the_engine_takes_at_once(llm: LLM) -> None:
     assert texts(outputs[:3]) == [
         texts(llm.generate(p, SamplingParams(temperature=0, max_tokens=3)))[0] for p in prompts[:3]
     ]
+
+
+def test_the_longest_go_first_and_equal_ones_as_they_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers come in the order of the prompts, with the seeds of their places."""
+    begun: list[int] = []
+    begin = OfflineEngine.begin
+
+    async def recorded(engine: OfflineEngine, request: GenerationRequest) -> Generation:
+        begun.append(request.sampling.max_tokens)
+        return await begin(engine, request)
+
+    monkeypatch.setattr(OfflineEngine, "begin", recorded)
+    lengths = [3, 20, 16, 1, 20, None]
+    params = [SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True) for length in lengths]
+    with LLM("fake", backend="fake", cache_dir=tmp_path, max_model_len=64) as llm:
+        together = llm.generate(["ab"] * 6, params, use_tqdm=False)
+    with LLM("fake", backend="fake", cache_dir=tmp_path, max_model_len=64) as llm:
+        alone = [llm.generate("ab", each, use_tqdm=False)[0] for each in params]
+    assert begun[:6] == [62, 20, 20, 16, 3, 1]
+    assert [len(output.outputs[0].token_ids) for output in together] == [3, 20, 16, 1, 20, 62]
+    assert texts(together) == texts(alone)
 
 
 def test_max_tokens_none_fills_the_context(llm: LLM) -> None:

@@ -62,3 +62,9 @@ def test_graphs_keep_their_logits_and_the_activations_of_the_largest(
 def test_nothing_left_says_what_takes_it() -> None:
     with pytest.raises(ModelError, match=r"a GPU has 80\.0 GiB.*0\.2 of it is 16\.0 GiB.*15\.0 GiB.*nothing is left"):
         left(WorstStep(8192, 18 * GIB, 0.1), 0.2)
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.370, 768), (0.640, 512), (1.0, 256), (5.0, 128), (0.01, 16384)])
+def test_a_step_with_others_prompts_takes_20_ms(seconds: float, most: int) -> None:
+    """In whole tiles of products, two and more; the least is one, the most a step."""
+    assert WorstStep(16384, 0, seconds).prefill_tokens == most

@@ -30,12 +30,20 @@ _PROGRAMS_PER_SM = 4
 #: twice what 32 rows of one length want, for a long context among them (12,000 beside 31 of 1024: 104 to 78 us).
 _HEADS_TO_SPREAD, _PROGRAMS = 2, 16
 
+#: Where one program walks a row, 2 us a tile, contexts of more splits than these are shared out all the same, of so
+#: many rows, the first, since decodes are planned longest context first. With more the device has work meanwhile.
+_LONG_SPLITS, _LONG_ROWS = 16, 4
+
+#: Registers a thread of a program that walks, so that a multiprocessor has room for five: without a bound the part for
+#: long contexts takes 255, with heads of 128 it needs no more.
+_WALK_REGISTERS = 192
+
 
 @triton.jit
-def parts_of(row, kv_head, max_splits, HQ: tl.constexpr, HKV: tl.constexpr):
-    """The row's first part of a KV head, and the parts of all."""
+def parts_of(row, kv_head, max_splits, shared_rows, HQ: tl.constexpr, HKV: tl.constexpr):
+    """The row's first part of a KV head, and the parts of all rows that are shared out."""
     first = (row * HKV + kv_head) * max_splits * (HQ // HKV)
-    return first, tl.num_programs(1).to(tl.int64) * max_splits * HQ
+    return first, shared_rows.to(tl.int64) * max_splits * HQ
 
 
 @triton.jit
@@ -48,6 +56,8 @@ def keep_splits(
     position,
     first_split,
     num_splits,
+    program,
+    num_programs,
     kv_head,
     row,
     scale,
@@ -55,6 +65,7 @@ def keep_splits(
     parts_ptr,
     outs_ptr,
     max_splits,
+    shared_rows,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -74,8 +85,7 @@ def keep_splits(
     GROUP: tl.constexpr = HQ // HKV
     r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)[None, :]
     inside = (r < GROUP)[:, None] & (d < D)
-    program, num_programs = tl.program_id(2), tl.num_programs(2)
-    first_part, plane = parts_of(row, kv_head, max_splits, HQ, HKV)
+    first_part, plane = parts_of(row, kv_head, max_splits, shared_rows, HQ, HKV)
     for index in range(program, num_splits, num_programs):
         split = (first_split + index) * SPLIT
         if EARLY:
@@ -121,7 +131,9 @@ def arrive(
     arrivals_ptr,
     out_ptr,
     max_splits,
+    shared_rows,
     num_splits,
+    num_programs,
     kv_head,
     row,
     unit,
@@ -136,14 +148,14 @@ def arrive(
     tl.debug_barrier()
     counter = arrivals_ptr + row * HKV + kv_head
     arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    if arrived == tl.minimum(tl.num_programs(2), num_splits) - 1:
+    if arrived == tl.minimum(num_programs, num_splits) - 1:
         tl.store(counter, 0)
-        first_part, plane = parts_of(row, kv_head, max_splits, HQ, HKV)
+        first_part, plane = parts_of(row, kv_head, max_splits, shared_rows, HQ, HKV)
         out = merge_parts(parts_ptr, outs_ptr, plane, first_part, num_splits, unit, HQ // HKV, D, BLOCK_D, ROWS)
         store_row(out, out_ptr, row, kv_head, value_scale, HQ, HKV, D, BLOCK_D, ROWS)
 
 
-@triton.jit(do_not_specialize=["max_blocks", "max_splits"])
+@triton.jit(do_not_specialize=["num_rows", "max_blocks", "max_splits", "shared_rows", "long_programs"])
 def decode_kernel(
     qkv_ptr,
     rope_ptr,
@@ -160,7 +172,10 @@ def decode_kernel(
     out_ptr,
     qkv_stride,
     max_blocks,
+    num_rows,
     max_splits,
+    shared_rows,
+    long_programs,
     scale,
     cap,
     key_scale,
@@ -176,20 +191,38 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     WALK: tl.constexpr,
+    LONG: tl.constexpr,
     EARLY: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     NORMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (kv head, row, p) takes the row's splits p, p + P, …; those that find none come last."""
+    """Program (kv head, row, p) takes the row's splits p, p + P, …; those that find none come last.
+
+    With WALK a row has one program, which takes all, unless it is one of the first `shared_rows` and has more than LONG
+    splits: behind the rows' first programs, in their dimension, stand `long_programs` - 1 others of each of these.
+    """
     begin(PDL)
-    kv_head, program, num_programs = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
-    row = tl.program_id(1).to(tl.int64)
+    kv_head, row, program, num_programs = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    if WALK:
+        other = row - num_rows
+        is_first, shared = other < 0, tl.maximum(shared_rows, 1)
+        program = tl.where(is_first, 0, 1 + other // shared)
+        row = tl.where(is_first, row, other % shared)
+    row = row.to(tl.int64)
     position = tl.load(positions_ptr + row)
     length = position + 1
     first_split = tl.maximum(length - WINDOW, 0) // SPLIT if WINDOW > 0 else 0
     num_splits = tl.cdiv(length, SPLIT) - first_split
+    is_alone = False
+    if WALK:
+        is_alone = (num_splits <= LONG) | (row >= shared_rows)
+        num_programs = tl.where(is_alone, 1, long_programs)
+        if program >= num_programs:
+            return
+    else:
+        shared_rows = tl.num_programs(1)
     if program >= num_splits:
         return
     table_ptr = block_tables_ptr + tl.load(seq_index_ptr + row).to(tl.int64) * max_blocks
@@ -203,7 +236,7 @@ def decode_kernel(
         wait(PDL)
         q = load_query(*query, HQ, HKV, D, BLOCK_D, ROTARY, ROWS, NORMED)
         tl.debug_barrier()  # what it wrote is read
-    if WALK:
+    if is_alone:
         out = walk_splits(
             *(q, k_cache_ptr, v_cache_ptr, table_ptr, length, first_split, kv_head, scale, cap),
             *(HKV, D, BLOCK_D, BLOCK_SIZE, ROWS, WINDOW, CAPPED, TILE, SPLIT),
@@ -211,25 +244,35 @@ def decode_kernel(
         store_row(out, out_ptr, row, kv_head, value_scale, HQ, HKV, D, BLOCK_D, ROWS)
     else:
         keep_splits(
-            *(q, query, k_cache_ptr, v_cache_ptr, table_ptr, position, first_split, num_splits, kv_head, row),
-            *(scale, cap, parts_ptr, outs_ptr, max_splits),
+            *(q, query, k_cache_ptr, v_cache_ptr, table_ptr, position, first_split, num_splits, program),
+            *(num_programs, kv_head, row, scale, cap, parts_ptr, outs_ptr, max_splits, shared_rows),
             *(HQ, HKV, D, BLOCK_D, ROTARY, BLOCK_SIZE, ROWS, WINDOW, CAPPED, EARLY, TILE, SPLIT, NORMED, PDL),
         )
         arrive(
-            *(parts_ptr, outs_ptr, arrivals_ptr, out_ptr, max_splits, num_splits, kv_head, row),
-            *(1.0 if CAPPED else scale, value_scale, HQ, HKV, D, BLOCK_D, ROWS),
+            *(parts_ptr, outs_ptr, arrivals_ptr, out_ptr, max_splits, shared_rows, num_splits, num_programs),
+            *(kv_head, row, 1.0 if CAPPED else scale, value_scale, HQ, HKV, D, BLOCK_D),
+            triton.next_power_of_2(HQ // HKV) if WALK else ROWS,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How the splits of a row are shared out: over `programs` of them, or all walked by one (1). With `early` keys are
-    asked for before the kernel before has ended, which takes registers and shared memory from it."""
+    """How the splits of a row are shared out over `programs` of them. With `walk` only those of long contexts are, of
+    the first rows, and one program walks those of any other. With `early` keys are asked for before the kernel before
+    has ended, which takes registers and shared memory from it.
+    """
 
     programs: int
     warps: int
     stages: int
     early: bool = False
+    walk: bool = False
+
+    def shared_rows(self, num_rows: int) -> int:
+        """How many of `num_rows`, from the first on, may be shared out."""
+        if not self.walk:
+            return num_rows
+        return min(num_rows, _LONG_ROWS) if self.programs > 1 else 0
 
 
 def choose_spread(num_rows: int, num_kv_heads: int, max_splits: int, *, limit: Limits, split_bytes: int) -> Spread:
@@ -241,7 +284,9 @@ def choose_spread(num_rows: int, num_kv_heads: int, max_splits: int, *, limit: L
     at_most = max(2, max_splits)
     # A tile has two stages, since its addresses are loaded too: five have two tiles under way.
     if heads > _HEADS_TO_SPREAD * num_sms:
-        return Spread(1, warps=2, stages=3)  # with more stages fewer programs have room beside each other
+        programs = _PROGRAMS if max_splits > _LONG_SPLITS else 1
+        # With more stages fewer programs have room beside each other.
+        return Spread(programs, warps=2, stages=3, walk=True)
     if 2 * heads > num_sms:
         return Spread(min(at_most, _PROGRAMS), warps=2, stages=3)
     programs = min(at_most, _PROGRAMS_PER_SM * num_sms // heads)
@@ -254,8 +299,8 @@ def choose_spread(num_rows: int, num_kv_heads: int, max_splits: int, *, limit: L
 def scratch_bytes(
     num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int, context_length: int, split: int, limit: Limits
 ) -> int:
-    """The most that `attend_rows` takes for parts: with more rows one program walks all splits."""
-    rows = min(max_rows, _HEADS_TO_SPREAD * limit.num_sms // num_kv_heads)
+    """The most that `attend_rows` takes for parts: with more rows only few of them are shared out."""
+    rows = min(max_rows, max(_HEADS_TO_SPREAD * limit.num_sms // num_kv_heads, _LONG_ROWS))
     return rows * num_heads * triton.cdiv(context_length, split) * (head_dim + 2) * 4
 
 
@@ -299,13 +344,16 @@ def attend_rows(
     limit = limits(qkv.device)
     split_bytes = 2 * split * head_dim * k_cache.element_size()
     spread = choose_spread(num_rows, num_kv_heads, max_splits, limit=limit, split_bytes=split_bytes)
-    parts = 0 if spread.programs == 1 else num_rows * num_heads * max_splits
-    partial, outs = _memory_of(parts, head_dim, qkv.device)
-    decode_kernel[(num_kv_heads, num_rows, spread.programs)](
+    shared_rows = spread.shared_rows(num_rows)
+    partial, outs = _memory_of(shared_rows * num_heads * max_splits, head_dim, qkv.device)
+    grid = (num_kv_heads, num_rows, spread.programs)
+    if spread.walk:
+        grid = (num_kv_heads, num_rows + shared_rows * (spread.programs - 1), 1)
+    decode_kernel[grid](
         *(qkv, table, *((qkv, qkv) if norms is None else (norms.query, norms.key))),
         *(k_cache, v_cache, block_tables, seq_index, positions),
-        *(partial, outs, arrivals, out, qkv.stride(0), block_tables.shape[1], max_splits, scale, cap),
-        *(scales.key, scales.value, 0.0 if norms is None else norms.eps),
+        *(partial, outs, arrivals, out, qkv.stride(0), block_tables.shape[1], num_rows, max_splits, shared_rows),
+        *(spread.programs, scale, cap, scales.key, scales.value, 0.0 if norms is None else norms.eps),
         HQ=num_heads,
         HKV=num_kv_heads,
         D=head_dim,
@@ -315,7 +363,8 @@ def attend_rows(
         ROWS=max(16, triton.next_power_of_2(num_heads // num_kv_heads + 1)),
         WINDOW=window,
         CAPPED=cap > 0,
-        WALK=spread.programs == 1,
+        WALK=spread.walk,
+        LONG=_LONG_SPLITS,
         EARLY=spread.early,
         TILE=tile,
         SPLIT=split,
@@ -323,5 +372,6 @@ def attend_rows(
         PDL=limit.dependent,
         num_warps=spread.warps,
         num_stages=1 if qkv.element_size() == 4 else spread.stages,
+        maxnreg=_WALK_REGISTERS if spread.walk and head_dim == 128 and k_cache.element_size() == 2 else None,
         **limit.options,
     )

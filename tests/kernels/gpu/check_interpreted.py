@@ -41,7 +41,12 @@ pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.
 
 CLOSE = {torch.float32: 1e-6, torch.float16: 1e-3}
 DTYPES = list(CLOSE)
-SPREADS = (decode.Spread(1, 4, 1), decode.Spread(2, 4, 1), decode.Spread(2, 4, 1, early=True))
+SPREADS = {
+    "walk": decode.Spread(1, 4, 1, walk=True),
+    "long": decode.Spread(2, 4, 1, walk=True),
+    "spread": decode.Spread(2, 4, 1),
+    "early": decode.Spread(2, 4, 1, early=True),
+}
 REFERENCES = {Activation.SILU: silu_and_mul_reference, Activation.GELU_TANH: gelu_and_mul_reference}
 
 
@@ -195,11 +200,12 @@ def test_experts(dtype: torch.dtype, rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (100, 0.0), (0, 2.0)])
-@pytest.mark.parametrize("spread", SPREADS, ids=["walk", "spread", "early"])
+@pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
 def test_attention(
     dtype: torch.dtype, window: int, soft_cap: float, spread: decode.Spread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode, "choose_spread", lambda *sizes, **options: spread)
+    monkeypatch.setattr(decode, "_LONG_SPLITS", 1)
     case = AttentionCase.draw(3, 1, 80, dtype=dtype, block_size=32, starts=(0, 600, 250), counts=(1, 1, 20))
     copied = case.on(torch.device("cpu"))
     found = copied.run(window, soft_cap)
@@ -303,10 +309,11 @@ def test_attention_after_norms_of_heads(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spread", SPREADS, ids=["walk", "spread", "early"])
+@pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
 def test_attention_to_an_fp8_pool(dtype: torch.dtype, spread: decode.Spread, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a scale of values that cuts the largest of them."""
     monkeypatch.setattr(decode, "choose_spread", lambda *sizes, **options: spread)
+    monkeypatch.setattr(decode, "_LONG_SPLITS", 1)
     scales = kernels.KVScales(0.02, 0.005)
     case = AttentionCase.draw(3, 1, 80, dtype=dtype, block_size=32, starts=(0, 300, 250), counts=(1, 1, 20))
     case = case.with_fp8(scales)

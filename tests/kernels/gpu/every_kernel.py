@@ -67,7 +67,9 @@ def launch_experts() -> None:
 
 def launch_attention(patch: pytest.MonkeyPatch) -> None:
     """Of single tokens, walked, spread and early, and of long and short chunks; to both kinds of pool."""
-    spreads = (decode.Spread(1, 2, 3), decode.Spread(2, 2, 3), decode.Spread(2, 4, 3, early=True))
+    patch.setattr(decode, "_LONG_SPLITS", 1)
+    walked = decode.Spread(1, 2, 3, walk=True), decode.Spread(2, 2, 3, walk=True)
+    spreads = (*walked, decode.Spread(2, 2, 3), decode.Spread(2, 4, 3, early=True))
     for dtype, head_dim in ((BF16, 80), (BF16, 128), (torch.float32, 48)):
         case = AttentionCase.draw(
             *(8, 2, head_dim), dtype=dtype, block_size=16, starts=(0, 300, 30, 290), counts=(1, 1, 20, 130)

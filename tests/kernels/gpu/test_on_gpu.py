@@ -293,8 +293,10 @@ def test_invariance_of_attention(
     wanted = whole.run(0, 0.0)
     for cuts in ((0, 1, 38, 338, 700), (0, 256, 257, 700)):
         assert torch.equal(whole.in_chunks(cuts), wanted)
+    monkeypatch.setattr(decode, "_LONG_SPLITS", 1)
     for spread in (
-        *(decode.Spread(1, 2, 3), decode.Spread(1, 4, 5), decode.Spread(2, 2, 5), decode.Spread(3, 4, 3)),
+        *(decode.Spread(1, 2, 3, walk=True), decode.Spread(1, 4, 5, walk=True), decode.Spread(2, 2, 3, walk=True)),
+        *(decode.Spread(2, 2, 5), decode.Spread(3, 4, 3), decode.Spread(3, 2, 3, walk=True)),
         *(decode.Spread(2, 4, 3, early=True), decode.Spread(3, 8, 5, early=True)),
     ):
         monkeypatch.setattr(decode, "choose_spread", lambda *a, spread=spread, **k: spread)

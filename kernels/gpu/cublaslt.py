@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 
@@ -30,6 +28,9 @@ _FLOAT32, _COMPUTE_FLOAT32, _TRANSPOSED = 0, 68, 1
 #: Attributes of an operation (cublasLtMatmulDescAttributes_t), of an algorithm (cublasLtMatmulAlgoConfigAttributes_t).
 _TRANSPOSE_FIRST = 3
 _TILE, _OPTION, _STAGES, _CLUSTER = 1, 5, 6, 8
+
+#: Shapes that are remembered, of some 0.5 KiB each; numbers of rows differ from step to step.
+_MOST_PLANS = 1024
 
 #: Rows of all matrices begin on 16 bytes, as the copy engine needs it.
 _ALIGNED = 8
@@ -90,6 +91,17 @@ class Algorithm:
         return num_rows * num_out / (waves * num_sms * self.rows * self.columns)
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A product of one shape: matrices as the library knows them, bytes of workspace, None if the algorithm is unfit."""
+
+    chosen: _Algorithm
+    weight: c_void_p
+    x: c_void_p
+    y: c_void_p
+    workspace: int | None
+
+
 class Cublaslt:
     """The library, ready for products on the current device. Its methods raise CublasltError."""
 
@@ -103,6 +115,7 @@ class Cublaslt:
         self._call("MatmulDescCreate", byref(self._operation), _COMPUTE_FLOAT32, _FLOAT32)
         self._set("MatmulDesc", self._operation, _TRANSPOSE_FIRST, c_int32(_TRANSPOSED))
         self._configured: dict[tuple[Algorithm, torch.dtype], _Algorithm] = {}
+        self._plans: dict[tuple[Algorithm, torch.dtype, int, int, int], _Plan] = {}
 
     def multiply(self, x: Tensor, weight: Tensor, algorithm: Algorithm) -> Tensor | None:
         """x [M, K] times weight [N, K] transposed, in their type: [M, N]. None where the algorithm does not fit."""
@@ -111,26 +124,40 @@ class Cublaslt:
         aligned = not any((num_in % _ALIGNED, num_out % _ALIGNED, x.data_ptr() % 16, weight.data_ptr() % 16))
         if not dense or not aligned or x.dtype not in _TYPES:
             return None
-        chosen, kind = self._configure(algorithm, x.dtype), _TYPES[x.dtype]
-        with (
-            self._matrix(kind, num_in, num_out) as first,
-            self._matrix(kind, num_in, num_rows) as second,
-            self._matrix(kind, num_out, num_rows) as result,
-        ):
-            found, layouts = _Found(), (first, second, result, result)
-            check = self._library.cublasLtMatmulAlgoCheck
-            if check(self._handle, self._operation, *layouts, byref(chosen), byref(found)) != 0:
-                return None
-            y = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
-            workspace = torch.empty(found.workspace, dtype=torch.uint8, device=x.device)
-            self._call(
-                "Matmul",
-                *(self._handle, self._operation, byref(c_float(1.0))),
-                *(weight.data_ptr(), first, x.data_ptr(), second, byref(c_float(0.0))),
-                *(y.data_ptr(), result, y.data_ptr(), result, byref(chosen)),
-                *(workspace.data_ptr(), found.workspace, torch.cuda.current_stream(x.device).cuda_stream),
-            )
+        plan = self._plan(algorithm, x.dtype, num_rows, num_in, num_out)
+        if plan.workspace is None:
+            return None
+        y = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
+        workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=x.device)
+        self._call(
+            "Matmul",
+            *(self._handle, self._operation, byref(c_float(1.0))),
+            *(weight.data_ptr(), plan.weight, x.data_ptr(), plan.x, byref(c_float(0.0))),
+            *(y.data_ptr(), plan.y, y.data_ptr(), plan.y, byref(plan.chosen)),
+            *(workspace.data_ptr(), plan.workspace, torch.cuda.current_stream(x.device).cuda_stream),
+        )
         return y
+
+    def _plan(self, algorithm: Algorithm, dtype: torch.dtype, num_rows: int, num_in: int, num_out: int) -> _Plan:
+        """Made once a shape: a step without a graph asks for the same one in every layer."""
+        key = algorithm, dtype, num_rows, num_in, num_out
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) == _MOST_PLANS:
+                self._forget_plans()
+            chosen, kind, found = self._configure(algorithm, dtype), _TYPES[dtype], _Found()
+            sizes = (num_in, num_out), (num_in, num_rows), (num_out, num_rows)
+            weight, x, y = (self._matrix(kind, *each) for each in sizes)
+            check = self._library.cublasLtMatmulAlgoCheck
+            fits = check(self._handle, self._operation, weight, x, y, y, byref(chosen), byref(found)) == 0
+            plan = self._plans[key] = _Plan(chosen, weight, x, y, found.workspace if fits else None)
+        return plan
+
+    def _forget_plans(self) -> None:
+        for plan in self._plans.values():
+            for matrix in (plan.weight, plan.x, plan.y):
+                self._library.cublasLtMatrixLayoutDestroy(matrix)
+        self._plans.clear()
 
     def _configure(self, algorithm: Algorithm, dtype: torch.dtype) -> _Algorithm:
         configured = self._configured.get((algorithm, dtype))
@@ -147,14 +174,10 @@ class Cublaslt:
             self._configured[algorithm, dtype] = configured
         return configured
 
-    @contextmanager
-    def _matrix(self, kind: int, rows: int, columns: int) -> Iterator[c_void_p]:
+    def _matrix(self, kind: int, rows: int, columns: int) -> c_void_p:
         layout = c_void_p()
         self._call("MatrixLayoutCreate", byref(layout), kind, rows, columns, rows)
-        try:
-            yield layout
-        finally:
-            self._library.cublasLtMatrixLayoutDestroy(layout)
+        return layout
 
     def _set(self, kind: str, of: object, attribute: int, value: c_int32 | c_uint32 | c_uint16) -> None:
         self._call(f"{kind}SetAttribute", of, attribute, byref(value), ctypes.sizeof(value))

@@ -143,6 +143,20 @@ def test_all_of_it_is_allowed_where_it_is_known(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+def test_more_shapes_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    bound = cublaslt.load(device)
+    if bound is None:
+        pytest.skip("no Hopper GPU, or another release of cuBLASLt than that of the algorithms")
+    monkeypatch.setattr(cublaslt, "_MOST_PLANS", 3)
+    bound._forget_plans()
+    x, weight = torch.randn(300, 64, device=device).to(BF16), torch.randn(176, 64, device=device).to(BF16)
+    for rows in (300, 299, 298, 297, 300, 299, 297):
+        assert torch.equal(bound.multiply(x[:rows], weight, library.ALGORITHMS[0]), x[:rows] @ weight.t()), rows
+        assert len(bound._plans) <= 3
+
+
+@pytest.mark.gpu
 def test_what_does_not_fit_is_left_to_torch() -> None:
     device = torch.device("cuda", 0)
     bound = cublaslt.load(device)

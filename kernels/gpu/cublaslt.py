@@ -93,7 +93,7 @@ class Algorithm:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A product of one shape: matrices as the library knows them, bytes of workspace, None if the algorithm is unfit."""
+    """A product of one shape: matrices as the library knows them, and bytes of workspace, None if it does not fit."""
 
     chosen: _Algorithm
     weight: c_void_p

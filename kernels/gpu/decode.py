@@ -2,8 +2,8 @@
 
 A sequence's splits are spread over programs, each of which keeps its partial results in memory; the
 last one to arrive merges them left to right. Where there are rows enough to fill the device, one
-program walks all splits instead. Few rows are all latency: their keys are asked for before the projection is there.
-All give the bits of `prefill`.
+program walks all splits instead, but for the longest contexts among them. Few rows are all latency: their keys are
+asked for before the projection is there. All give the bits of `prefill`.
 """
 
 from __future__ import annotations

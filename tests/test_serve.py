@@ -93,7 +93,8 @@ def test_ready_prints_the_url_and_a_line_that_streams_an_answer(start_serve: Sta
     (line,) = re.findall(r"^  (curl -N .*)$", output, re.MULTILINE)
     answer = subprocess.run(["bash", "-c", line + " --silent --max-time 10"], capture_output=True, check=False)
     events = [event for event in answer.stdout.split(b"\n\n") if event.startswith(b"data: ")]
-    assert len(events) > 5
+    assert len(events) > 2  # how many is not certain: text that nobody has read yet is joined
+    assert events[-1] == b"data: [DONE]"
     assert json.loads(events[0].removeprefix(b"data: "))["object"] == "chat.completion.chunk"
 
 

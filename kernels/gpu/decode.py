@@ -274,6 +274,20 @@ class Spread:
             return num_rows
         return min(num_rows, _LONG_ROWS) if self.programs > 1 else 0
 
+    def grid(self, num_rows: int, num_kv_heads: int) -> tuple[int, int, int]:
+        if not self.walk:
+            return num_kv_heads, num_rows, self.programs
+        return num_kv_heads, num_rows + self.shared_rows(num_rows) * (self.programs - 1), 1
+
+    def options(self, q: Tensor, keys: Tensor) -> dict[str, int | None]:
+        """Of a launch, for queries [..., D] and a pool of keys."""
+        bounded = self.walk and q.shape[-1] == 128 and keys.element_size() == 2
+        return {
+            "num_warps": self.warps,
+            "num_stages": 1 if q.element_size() == 4 else self.stages,
+            "maxnreg": _WALK_REGISTERS if bounded else None,
+        }
+
 
 def choose_spread(num_rows: int, num_kv_heads: int, max_splits: int, *, limit: Limits, split_bytes: int) -> Spread:
     """Free to choose: all give the same bits. Tuned inside layers of two models on an H200. `split_bytes` are those of
@@ -346,10 +360,7 @@ def attend_rows(
     spread = choose_spread(num_rows, num_kv_heads, max_splits, limit=limit, split_bytes=split_bytes)
     shared_rows = spread.shared_rows(num_rows)
     partial, outs = _memory_of(shared_rows * num_heads * max_splits, head_dim, qkv.device)
-    grid = (num_kv_heads, num_rows, spread.programs)
-    if spread.walk:
-        grid = (num_kv_heads, num_rows + shared_rows * (spread.programs - 1), 1)
-    decode_kernel[grid](
+    decode_kernel[spread.grid(num_rows, num_kv_heads)](
         *(qkv, table, *((qkv, qkv) if norms is None else (norms.query, norms.key))),
         *(k_cache, v_cache, block_tables, seq_index, positions),
         *(partial, outs, arrivals, out, qkv.stride(0), block_tables.shape[1], num_rows, max_splits, shared_rows),
@@ -370,8 +381,6 @@ def attend_rows(
         SPLIT=split,
         NORMED=norms is not None,
         PDL=limit.dependent,
-        num_warps=spread.warps,
-        num_stages=1 if qkv.element_size() == 4 else spread.stages,
-        maxnreg=_WALK_REGISTERS if spread.walk and head_dim == 128 and k_cache.element_size() == 2 else None,
+        **spread.options(out, k_cache),
         **limit.options,
     )

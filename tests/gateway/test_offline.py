@@ -114,7 +114,9 @@ def test_more_prompts_than_the_engine_takes_at_once(llm: LLM) -> None:
 
 
 def test_the_longest_go_first_and_equal_ones_as_they_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers come in the order of the prompts, with the seeds of their places."""
+    """Answers come in the order of the prompts, with the seeds of their places. (Texts are encoded in a thread, and may
+    overtake each other.)
+    """
     begun: list[int] = []
     begin = OfflineEngine.begin
 
@@ -123,12 +125,13 @@ def test_the_longest_go_first_and_equal_ones_as_they_came(tmp_path: Path, monkey
         return await begin(engine, request)
 
     monkeypatch.setattr(OfflineEngine, "begin", recorded)
+    prompt = {"prompt_token_ids": [97, 98]}
     lengths = [3, 20, 16, 1, 20, None]
     params = [SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True) for length in lengths]
     with LLM("fake", backend="fake", cache_dir=tmp_path, max_model_len=64) as llm:
-        together = llm.generate(["ab"] * 6, params, use_tqdm=False)
+        together = llm.generate([prompt] * 6, params, use_tqdm=False)
     with LLM("fake", backend="fake", cache_dir=tmp_path, max_model_len=64) as llm:
-        alone = [llm.generate("ab", each, use_tqdm=False)[0] for each in params]
+        alone = [llm.generate(prompt, each, use_tqdm=False)[0] for each in params]
     assert begun[:6] == [62, 20, 20, 16, 3, 1]
     assert [len(output.outputs[0].token_ids) for output in together] == [3, 20, 16, 1, 20, 62]
     assert texts(together) == texts(alone)

@@ -250,7 +250,7 @@ async def _answer_all(
     """As many at a time as the engine takes in, the longest first; the first that fails ends the others."""
     serving, text = await engine.served()
     answered: dict[int, _Answered] = {}
-    left = iter(longest_first(asks))
+    left = iter(_longest_first(asks))
 
     async def work() -> None:
         for place, ask in left:
@@ -267,7 +267,7 @@ async def _answer_all(
     return text, [answered[place] for place in range(len(asks))]
 
 
-def longest_first(asks: Sequence[_Ask]) -> list[tuple[int, _Ask]]:
+def _longest_first(asks: Sequence[_Ask]) -> list[tuple[int, _Ask]]:
     """Asks and their places, those that may generate most first, equal ones as they came.
 
     Prompts enter a few in each step, beside what decodes already: so the last to enter have little left to do, and no

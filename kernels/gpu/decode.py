@@ -304,8 +304,8 @@ def choose_spread(num_rows: int, num_kv_heads: int, max_splits: int, *, limit: L
     if 2 * heads > num_sms:
         return Spread(min(at_most, _PROGRAMS), warps=2, stages=3)
     programs = min(at_most, _PROGRAMS_PER_SM * num_sms // heads)
-    # A whole split under way (nine stages) would be one program to a multiprocessor: 0.6 us less for a row alone at
-    # 1024, 5 us more at 4096, 9 at 8192, 30 at 32,768.
+    # A whole split under way (nine stages) would be one program to a multiprocessor: for a row alone 0.6 us less at
+    # 1024, 2.7 in a small model's layers, and 5 us more at 4096, 9 at 8192, 30 at 32,768.
     deep = 5 * split_bytes // 8 <= limit.shared_memory
     return Spread(programs, warps=4, stages=5 if deep else 3, early=True)
 

@@ -36,6 +36,10 @@ class TileSchedule:
     `query_tile` of them. `items` int32 [num_items, 5] are the rest, as `ShortTiles` has them. No single row has more
     than `max_splits` splits of context. `arrivals` int32 [M * num_heads or more] is zero between calls; tiles
     are dealt out by its first cell. Rows in none of these are written to the pool and get no answer.
+
+    In a graph the number of single rows changes from step to step: `num_single` is the most, and of `positions` int32
+    those of single rows are in `single_positions` [num_single], of others in `chunk_positions` [M], each below 0 for
+    the rows of the other kind. There is at least one of either. None: `positions` are those of both.
     """
 
     num_single: int
@@ -43,6 +47,8 @@ class TileSchedule:
     items: Tensor
     max_splits: int
     arrivals: Tensor
+    single_positions: Tensor | None = None
+    chunk_positions: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

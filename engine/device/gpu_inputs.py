@@ -95,7 +95,7 @@ class GpuInputs:
         self.chunk_layouts = chunk_layouts(rows, limits.max_num_tokens, limits.short.tokens, limits.query_tile)
         most_tiles = limits.max_num_tokens // limits.query_tile + rows
         most_items = limits.max_num_tokens // limits.short.tokens + rows + SPARE_ITEMS
-        most = Layout(most_tokens, rows, most_tiles, most_items, rows + SPARE_ITEMS)
+        most = Layout(most_tokens, rows, most_tiles, most_items, rows + SPARE_ITEMS, rows)
         # Every slot may be entered in one step, by requests whose prompts are cached.
         self._staging = Staging(most, max_changes=rows * limits.max_blocks, depth=depth, device=device)
         self._tables = torch.zeros(rows, limits.max_blocks, dtype=torch.int32, device=device)
@@ -128,12 +128,12 @@ class GpuInputs:
         num_rows, num_tokens, num_sampled = len(entries), ends[-1], len(index)
         all_single = num_tokens == num_rows
         num_single = num_rows if all_single else next(row for row, length in enumerate(lengths) if length > 1)
-        layout = self._graph_layout(lengths, num_tokens, num_sampled)
+        layout = self._graph_layout(lengths, num_single, num_tokens, num_sampled)
         in_graph = layout is not None
         divided, longest = _UNDIVIDED, 1  # a graph's longest is fixed
         if layout is None or layout.has_chunks:
             chunks = _chunks(entries, ends)
-            apart = 0 if in_graph else num_single  # a graph's single tokens are items
+            apart = 0 if in_graph and not layout.num_single else num_single  # else single tokens are items
             lasts = [(row, 1, place) for row, place in zip(index, places, strict=True) if row >= apart]
             divided = self._divide(chunks[apart:], lasts, layout)
             longest = max([end for _, _, end in chunks[:apart]], default=1)
@@ -145,6 +145,8 @@ class GpuInputs:
         columns.slots[:num_sampled] = array("i", slots)
         self._fill_rows(columns, slots)
         self._fill_divided(columns, divided)
+        if layout.num_single:
+            self._fill_apart(columns, num_single, num_tokens)
         if in_graph:
             self._pad(columns, layout, num_tokens, num_sampled)
         self._staging.send(layout, self._change_tables(plan, columns))
@@ -162,7 +164,7 @@ class GpuInputs:
         """The tensors that every step in a graph's layout reads, to be pruned if it has tiles of long chunks."""
         columns = self._staging.device(layout)
         longest = self._limits.max_blocks * self._limits.block_size
-        single = 0 if layout.has_chunks else layout.num_tokens
+        single = layout.num_single if layout.has_chunks else layout.num_tokens
         attention = self._attention(columns, columns.tiles, columns.items, single, longest)
         pruned = None
         if layout.num_last_items:
@@ -177,26 +179,32 @@ class GpuInputs:
     def _start(self, columns: Columns[Tensor]) -> kernels.StepStart:
         return kernels.StepStart(self.last_ids, self._cells, columns.num_changes, columns.changes)
 
-    def _graph_layout(self, lengths: list[int], num_tokens: int, num_sampled: int) -> Layout | None:
-        """That of the smallest graph for chunks of such lengths, if there is one."""
+    def _graph_layout(self, lengths: list[int], num_single: int, num_tokens: int, num_sampled: int) -> Layout | None:
+        """That of the smallest graph for chunks of such lengths, the first `num_single` single tokens, if there is
+        one."""
         if num_sampled == num_tokens:
             return self._decode_layouts_by_rows[num_tokens]
         layouts = [x for x in self.chunk_layouts if x.num_tokens >= num_tokens and x.num_sampled >= num_sampled]
-        return next((layout for layout in layouts if self._has_room(layout, lengths)), None)
+        return next((layout for layout in layouts if self._has_room(layout, lengths, num_single)), None)
 
-    def _has_room(self, layout: Layout, lengths: list[int]) -> bool:
-        """Whether a graph's layout has as many items, or tiles, as chunks of such lengths take at least."""
-        if layout.num_items:
+    def _has_room(self, layout: Layout, lengths: list[int], num_single: int) -> bool:
+        """Whether a graph's layout has as many items and tiles as chunks of such lengths take at least."""
+        if layout.num_single:
+            if not 0 < num_single <= layout.num_single or len(lengths) - num_single > layout.num_last_items:
+                return False
+            lengths = lengths[num_single:]
+        elif layout.num_items:
             return self._limits.short.count(lengths) <= layout.num_items
         size = self._limits.query_tile
-        num_tiles = sum([-(-length // size) for length in lengths])
-        return min(lengths) > self._most_brief and num_tiles <= layout.num_tiles
+        num_tiles = sum([-(-length // size) for length in lengths if length > self._most_brief])
+        num_items = self._limits.short.count([length for length in lengths if length <= self._most_brief])
+        return num_tiles <= layout.num_tiles and num_items <= layout.num_items
 
     def _divide(self, chunks: Sequence[Chunk], lasts: Sequence[Chunk], graph: Layout | None) -> _Divided:
         """Tiles of long chunks, later ones first, as they have the most keys; items of short ones; and items of
         `lasts`, the sampled rows. In a graph, as many as it has room for."""
         short, size = self._limits.short, self._limits.query_tile
-        if graph is not None and graph.num_items:
+        if graph is not None and not graph.num_tiles:
             return _Divided(_NONE, short.items(chunks, graph.num_items), _NONE)
         briefs = [chunk for chunk in chunks if chunk[1] <= self._most_brief]
         tiles = [
@@ -205,7 +213,7 @@ class GpuInputs:
             if count > self._most_brief
             for first in range(0, count, size)
         ]
-        num_items = short.count([count for _, count, _ in briefs]) + SPARE_ITEMS if graph is None else 0
+        num_items = short.count([count for _, count, _ in briefs]) + SPARE_ITEMS if graph is None else graph.num_items
         num_last_items = len(lasts) + SPARE_ITEMS if graph is None else graph.num_last_items
         return _Divided(
             array("i", chain.from_iterable(reversed(tiles))),
@@ -217,7 +225,8 @@ class GpuInputs:
         self, columns: Columns[Tensor], tiles: Tensor, items: Tensor, num_single: int, longest: int
     ) -> kernels.AttentionBatch:
         divided = tiles.view(-1, TILE_COLUMNS), items.view(-1, ITEM_COLUMNS)
-        schedule = kernels.TileSchedule(num_single, *divided, -(-longest // SPLIT), self._arrivals)
+        apart = (columns.single_positions, columns.chunk_positions) if len(columns.single_positions) else (None, None)
+        schedule = kernels.TileSchedule(num_single, *divided, -(-longest // SPLIT), self._arrivals, *apart)
         return kernels.AttentionBatch(self._tables, columns.seq_index, columns.positions, schedule)
 
     def _change_tables(self, plan: StepPlan, columns: Columns[Ints]) -> int:
@@ -266,6 +275,15 @@ class GpuInputs:
             column[: len(numbers)] = numbers
             if count := len(column) - len(numbers):
                 column[len(numbers) :] = self._zeros[:count]
+
+    def _fill_apart(self, columns: Columns[Ints], num_single: int, num_tokens: int) -> None:
+        """The positions once more, of single tokens and of chunks, each where rows of the other kind have none."""
+        single, of_chunks = columns.single_positions, columns.chunk_positions
+        single[:num_single] = columns.positions[:num_single]
+        single[num_single:] = self._ones_below[: len(single) - num_single]
+        of_chunks[:num_single] = self._ones_below[:num_single]
+        of_chunks[num_single:num_tokens] = columns.positions[num_single:num_tokens]
+        of_chunks[num_tokens:] = self._ones_below[: len(of_chunks) - num_tokens]
 
     def _pad(self, columns: Columns[Ints], layout: Layout, num_tokens: int, num_sampled: int) -> None:
         """What rows of a graph hold that a step does not need: tokens and slots that nothing is done for."""

@@ -66,8 +66,8 @@ def kv_memory_bytes(
     heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype)
     short_tile, long_tile = kernels.short_tiles(*heads).tokens, kernels.query_tile(*heads)
     layouts = [*decode_layouts(max_num_seqs), *chunk_layouts(max_num_seqs, max_num_tokens, short_tile, long_tile)]
-    # Every graph keeps its logits, in float32; the rest of its memory is that of the largest.
-    graphs = sum(layout.num_sampled for layout in layouts) * spec.vocab_size * 4
+    # Graphs share memory: of float32 logits that of the most rows, of the rest that of the most tokens.
+    graphs = max(layout.num_sampled for layout in layouts) * spec.vocab_size * 4
     graphs += (peak - weights) * max(layout.num_tokens for layout in layouts) // max_num_tokens
     # Graphs have attention's memory, and steps without one have it again.
     graphs += 2 * kernels.attention_scratch_bytes(

@@ -27,13 +27,15 @@ Array = TypeVar("Array", Ints, Tensor)
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How many tokens, sampled rows, tiles of long chunks, items of short ones, and items of sampled rows (for the last
-    layer) a step has, padding included."""
+    layer) a step has, padding included. Of a graph for single tokens beside chunks, `num_single` are the most of those.
+    """
 
     num_tokens: int
     num_sampled: int
     num_tiles: int = 0
     num_items: int = 0
     num_last_items: int = 0
+    num_single: int = 0
 
     @property
     def has_chunks(self) -> bool:
@@ -45,7 +47,8 @@ class Layout:
         """(begin, end) of each column in the order of `Columns`, but for `changes`, and the size of all these."""
         tokens, rows = self.num_tokens, self.num_sampled
         items, last_items = ITEM_COLUMNS * self.num_items, ITEM_COLUMNS * self.num_last_items
-        sizes = (1, 2 * rows, *(tokens,) * 3, *(rows,) * 7, 2 * self.num_tiles, items, last_items)
+        apart = (self.num_single, tokens) if self.num_single else (0, 0)
+        sizes = (1, 2 * rows, *(tokens,) * 3, *(rows,) * 7, 2 * self.num_tiles, items, last_items, *apart)
         spans, end = [], 0
         for size in sizes:
             spans.append((end, end + size))
@@ -58,7 +61,8 @@ class Columns(Generic[Array]):
     """Slices of a buffer, all int32. `num_changes` and `changes` are as in `kernels.StepStart`. Three hold float32 bits
     (`temperature`, `top_p`, `min_p`), `seeds` [2 * num_sampled] int64; `tiles` is [2 * num_tiles], `items`
     [5 * num_items], `last_items` [5 * num_last_items]. `index` are the rows of sampled tokens, `places` their indexes
-    in their sequences.
+    in their sequences. `single_positions` [num_single] and `chunk_positions` [num_tokens] are as in
+    `kernels.TileSchedule`, empty where a layout has no `num_single`.
     """
 
     num_changes: Array
@@ -76,6 +80,8 @@ class Columns(Generic[Array]):
     tiles: Array
     items: Array
     last_items: Array
+    single_positions: Array
+    chunk_positions: Array
     changes: Array
 
 

@@ -49,16 +49,17 @@ def rotate_and_attend(
     _check_layout(qkv, k_cache, v_cache, num_heads)
     out = torch.empty(num_rows, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     scale, cap = _exponents(scale * scales.key, soft_cap)
-    where = (batch.block_tables, batch.seq_index, batch.positions)
+    sequences = (batch.block_tables, batch.seq_index)
+    single_positions, chunk_positions = _positions(batch.positions, schedule)
     rope_write_(
-        *(qkv, table, k_cache, v_cache, *where),
+        *(qkv, table, k_cache, v_cache, *sequences, chunk_positions),
         num_heads=num_heads,
-        first_row=min(schedule.num_single, num_rows),
+        first_row=min(schedule.num_single, num_rows) if schedule.chunk_positions is None else 0,
         norms=norms,
         scales=scales,
     )
     attend_rows(
-        *(qkv, table, k_cache, v_cache, *where, schedule.arrivals, out),
+        *(qkv, table, k_cache, v_cache, *sequences, single_positions, schedule.arrivals, out),
         num_rows=schedule.num_single,
         max_splits=schedule.max_splits,
         scale=scale,
@@ -71,7 +72,7 @@ def rotate_and_attend(
     )
     q = qkv[:, : num_heads * head_dim].view(num_rows, num_heads, head_dim)
     _attend_chunks(
-        *(q, k_cache, v_cache, batch, schedule, out),
+        *(q, k_cache, v_cache, *sequences, chunk_positions, schedule, out),
         scale=scale,
         cap=cap,
         value_scale=scales.value,
@@ -98,11 +99,20 @@ def _check_layout(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, num_heads: int)
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
 
 
+def _positions(positions: Tensor, schedule: TileSchedule) -> tuple[Tensor, Tensor]:
+    """Those of single rows and those of others."""
+    if schedule.single_positions is None or schedule.chunk_positions is None:
+        return positions, positions
+    return schedule.single_positions, schedule.chunk_positions
+
+
 def _attend_chunks(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    batch: AttentionBatch,
+    block_tables: Tensor,
+    seq_index: Tensor,
+    positions: Tensor,
     schedule: TileSchedule,
     out: Tensor,
     *,
@@ -113,7 +123,7 @@ def _attend_chunks(
     tile: int,
     split: int,
 ) -> None:
-    where = (batch.block_tables, batch.seq_index, batch.positions)
+    where = (block_tables, seq_index, positions)
     attend_short(
         *(q, k_cache, v_cache, *where, schedule.items, schedule.arrivals, out),
         scale=scale,

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from engine.device import gpu_inputs
+from engine.device.gpu_inputs import GpuInputs, Prepared
+from engine.plan import StepPlan
 from loadtest.shapes import SHAPES, Shape, write_folder
 from protocol.messages import Submit
 from tests.engine.core_loop import Answer, Loop, same
@@ -80,6 +82,24 @@ def test_together_and_with_cached_prefixes(case: Case) -> None:
     again = together.run(case.requests)
     same(again, case.alone)
     assert sum(answer.num_cached > 0 for answer in again.values()) > REQUESTS // 3
+
+
+def test_beside_single_tokens_in_graphs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of up to 100 single tokens and chunks of others; the second time of short ones, behind cached prefixes."""
+    seen: set[int] = set()
+    prepare = GpuInputs.prepare
+
+    def noted(inputs: GpuInputs, plan: StepPlan) -> Prepared:
+        prepared = prepare(inputs, plan)
+        if prepared.in_graph and prepared.layout.num_single:
+            seen.add(prepared.layout.num_tokens)
+        return prepared
+
+    monkeypatch.setattr(GpuInputs, "prepare", noted)
+    together = case.start(max_num_seqs=REQUESTS, max_num_batched_tokens=700, max_num_prefill_tokens=640)
+    for _ in range(2):
+        same(together.run(case.requests), case.alone)
+    assert {192, 640} < seen, seen
 
 
 def test_in_chunks_of_64(case: Case) -> None:

@@ -116,6 +116,16 @@ class AttentionCase:
         )
         return replace(self, batch=replace(self.batch, schedule=replace(schedule, tiles=tiles, items=items)))
 
+    def with_room(self, num_single: int) -> AttentionCase:
+        """The same as in a graph that has room for so many single tokens."""
+        batch, schedule = self.batch, self.batch.schedule
+        assert schedule is not None
+        positions = batch.positions
+        is_single = torch.arange(len(positions), device=positions.device) < schedule.num_single
+        apart = (positions.masked_fill(~is_single, -1)[:num_single], positions.masked_fill(is_single, -1))
+        room = replace(schedule, num_single=num_single, single_positions=apart[0], chunk_positions=apart[1])
+        return replace(self, batch=replace(batch, schedule=room))
+
     def of_last_tokens(self, spare: int) -> tuple[AttentionCase, Tensor]:
         """The same where chunks' last tokens alone attend, as short tiles; and the rows that do."""
         schedule = self.batch.schedule

@@ -39,36 +39,14 @@ from kernels.gpu.softmax import NEGATIVE_INFINITY, shares, weigh
 #: Tiles of keys, and of values, on their way or in use. Three are as fast.
 _STAGES = 4
 
-#: Columns of queries that are kept in registers. With all 128 of a head 11 registers are spilled.
-_KEPT = gl.constexpr(64)
-
-
-@gluon.jit
-def kept(slot):
-    """Queries as `ask_scores` takes them: the first columns in registers, the others where they lie."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
-    first = slot.slice(0, _KEPT, dim=1).load(OPERAND)
-    if slot.shape[1] == _KEPT:
-        return first, slot
-    else:
-        return first, slot.slice(_KEPT, slot.shape[1] - _KEPT, dim=1)
-
 
 @gluon.jit
 def ask_scores(q, ring, n):
     """Ask for the scores of the ring's n-th tile of keys, once it is there."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    first, rest = q
     wait_filled(ring, n)
-    keys = ring.slots.index(n % ring.filled.shape[0])
-    scores = gl.zeros((ROWS, TILE), gl.float32, LAYOUT)
-    near = keys.slice(0, _KEPT, dim=1).permute((1, 0))
-    scores = warpgroup_mma(first, near, scores, use_acc=False, is_async=True)
-    if keys.shape[1] > _KEPT:
-        far = keys.slice(_KEPT, keys.shape[1] - _KEPT, dim=1).permute((1, 0))
-        scores = warpgroup_mma(rest, far, scores, is_async=True)
-    return scores
+    keys = ring.slots.index(n % ring.filled.shape[0]).permute((1, 0))
+    return warpgroup_mma(q, keys, gl.zeros((ROWS, TILE), gl.float32, LAYOUT), use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -128,16 +106,15 @@ def advance(q, rings, ones, n, start, position, scale, weights, split, whole, go
 
 
 @gluon.jit
-def walk_keys(slot, rings, ones, n, start, end, scale, GROUP: gl.constexpr, PACK: gl.constexpr, SPLIT: gl.constexpr):
+def walk_keys(q, rings, ones, n, start, end, scale, GROUP: gl.constexpr, PACK: gl.constexpr, SPLIT: gl.constexpr):
     """All keys before `end`, the ring's from the n-th on, for queries from `start` on: (weights, split, whole) as
     `advance` has them, where the values of the last tile are still to come."""
-    D: gl.constexpr = slot.shape[1]
+    D: gl.constexpr = q.shape[1]
     EACH: gl.constexpr = SPLIT // TILE
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     TOTAL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    q = kept(slot)
     position = start + (GROUP * ROWS + gl.arange(0, ROWS, ROW)) // PACK
     nothing = gl.full((ROWS,), NEGATIVE_INFINITY, gl.float32, ROW)
     out = gl.zeros((ROWS, D), gl.float32, OUT)
@@ -146,7 +123,7 @@ def walk_keys(slot, rings, ones, n, start, end, scale, GROUP: gl.constexpr, PACK
     scores = warpgroup_mma_wait(0, deps=[ask_scores(q, rings.k, n)])
     release(rings.k, n)
     top, _, weights = weigh(masked(scores, 0, position), nothing, scale, True)
-    weights = gl.convert_layout(weights.to(slot.dtype), gl.DotOperandLayout(0, OUT, 2))
+    weights = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, OUT, 2))
     split = (top, gl.zeros((ROWS, 8), gl.float32, TOTAL), out)
 
     plain = gl.maximum((start + 1) // TILE - 1, 0) // EACH * EACH  # up to here all rows see the next tile as well

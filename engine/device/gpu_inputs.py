@@ -133,7 +133,7 @@ class GpuInputs:
         divided, longest = _UNDIVIDED, 1  # a graph's longest is fixed
         if layout is None or layout.has_chunks:
             chunks = _chunks(entries, ends)
-            apart = 0 if in_graph and not layout.num_single else num_single  # else single tokens are items
+            apart = num_single if layout is None or layout.num_single else 0  # else single tokens are items
             lasts = [(row, 1, place) for row, place in zip(index, places, strict=True) if row >= apart]
             divided = self._divide(chunks[apart:], lasts, layout)
             longest = max([end for _, _, end in chunks[:apart]], default=1)

@@ -253,20 +253,21 @@ def test_attention_beside_padding() -> None:
         assert error(padded.run(0, 0.0), wanted) < CLOSE[torch.float16]
 
 
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (100, 0.0), (0, 2.0)])
 @pytest.mark.parametrize("in_items", [False, True], ids=["tiles", "items"])
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
 def test_attention_in_a_graph_for_more_single_tokens(
-    in_items: bool, spread: decode.Spread, monkeypatch: pytest.MonkeyPatch
+    window: int, soft_cap: float, in_items: bool, spread: decode.Spread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rows of chunks stand where these would."""
+    """The first rows of chunks stand where these would; behind tiles and items comes padding."""
     monkeypatch.setattr(decode, "choose_spread", lambda *sizes, **options: spread)
     monkeypatch.setattr(decode, "_LONG_SPLITS", 1)
     sizes = {"dtype": torch.float16, "block_size": 32, "starts": (600, 20, 280), "counts": (1, 1, 40)}
     case, room = (AttentionCase.draw(6, 3, 48, **sizes).on(torch.device("cpu")) for _ in range(2))
     if in_items:
         case, room = case.in_items(2), room.in_items(2)
-    room = room.with_room(7)
-    assert torch.equal(room.run(0, 0.0), case.run(0, 0.0))
+    room = room.with_room(7).padded(2, 2)
+    assert torch.equal(room.run(window, soft_cap), case.run(window, soft_cap))
     assert torch.equal(room.keys, case.keys)
     assert torch.equal(room.values, case.values)
     schedule = room.batch.schedule

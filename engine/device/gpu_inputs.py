@@ -190,7 +190,9 @@ class GpuInputs:
     def _has_room(self, layout: Layout, lengths: list[int], num_single: int) -> bool:
         """Whether a graph's layout has as many items and tiles as chunks of such lengths take at least."""
         if layout.num_single:
-            if not 0 < num_single <= layout.num_single or len(lengths) - num_single > layout.num_last_items:
+            num_chunks = len(lengths) - num_single
+            # Of a kernel none of whose rows are there no program waits for the kernel before, which the next relies on.
+            if not 0 < num_single <= layout.num_single or not 0 < num_chunks <= layout.num_last_items:
                 return False
             lengths = lengths[num_single:]
         elif layout.num_items:

@@ -93,6 +93,12 @@ def test_which_steps_have_such_a_graph(
     assert tokens is None or prepared.layout.num_single == (min(tokens, 100) if num_single else 0)
 
 
+def test_single_tokens_alone_have_no_such_graph_though_one_is_not_sampled(inputs: GpuInputs) -> None:
+    """Nobody would wait for their projection: the kernel before theirs has chunks' rows alone."""
+    entries = [chunk(slot, 300, 1, sample=slot < SINGLE) for slot in range(SINGLE + 1)]
+    assert not inputs.prepare(StepPlan(1, entered(SINGLE + 1), tuple(entries))).in_graph
+
+
 def test_of_more_single_tokens_than_a_graph_has_none_is_left_out() -> None:
     inputs = make_inputs(300, 1024, max_blocks=80)
     assert mixed(inputs, 1, 256 - 1, 100).in_graph

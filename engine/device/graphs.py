@@ -18,12 +18,11 @@ from engine.device.staging import Layout
 _ITEMS_SIZES = (16, 32, 64, 128, 256, 512)
 
 #: Of those in which all is tiles of long chunks: by 128, the rows of a tile of the library's products. 1024 take an 8B
-#: model's device 22 ms, and the host 16 to 26 where it launches each kernel. None has both: 896 tokens beside 60 single
-#: ones took 24.5 ms in such a graph, 24.1 without.
+#: model's device 22 ms, and the host 16 to 26 where it launches each kernel. None of these has items too.
 _TILES_SIZES = (640, 768, 896, 1024)
 
-#: Of those with chunks of both kinds beside more single tokens than the others sample: they take an 8B model's device
-#: 6 to 28 ms, and the host 12 to 33 where it launches each kernel.
+#: Of those with chunks of both kinds beside single tokens, for what has no room in the others: 256 to 768 tokens
+#: without contexts take an 8B model's device 8 to 18 ms, and the host 12 to 33 where it launches each kernel.
 _MIXED_SIZES = (128, 192, 256, 384, 512, 640, 768)
 _MOST_SINGLE = 256
 
@@ -61,9 +60,10 @@ def decode_layouts(max_num_seqs: int) -> list[Layout]:
 
 
 def chunk_layouts(max_num_seqs: int, max_num_tokens: int, short_tile: int, long_tile: int) -> list[Layout]:
-    """Steps with chunks, whose hundreds of launches may take the host longer than the device, by their tokens; of
-    two of one size the one with fewer sampled rows comes first. `short_tile` and `long_tile` are the tokens of a tile
-    of a short chunk and of a long one.
+    """Steps with chunks, whose hundreds of launches may take the host longer than the device. First, by their tokens,
+    those in which all is alike: items share a long context behind a short chunk out, and fewer rows are sampled. Then
+    those for single tokens beside chunks. `short_tile` and `long_tile` are the tokens of a tile of a short chunk and of
+    a long one.
 
     Where there are tiles of long chunks, the last layer is that of the sampled rows alone.
     """
@@ -76,9 +76,8 @@ def chunk_layouts(max_num_seqs: int, max_num_tokens: int, short_tile: int, long_
         layouts.append(Layout(size, most_rows, size // long_tile + SPARE_TILES, 0, most_rows + SPARE_ITEMS))
     for size in _MIXED_SIZES:
         rows = min(size, max_num_seqs, _MOST_SINGLE)
-        if rows > most_rows or size > _ITEMS_SIZES[-1]:
+        if max_num_seqs > 1 and (rows > most_rows or size > _ITEMS_SIZES[-1]):
             layouts.append(Layout(size, rows, size // long_tile + SPARE_TILES, _MIXED_ITEMS, _MIXED_ITEMS, rows))
-    layouts.sort(key=lambda layout: layout.num_tokens)
     return [layout for layout in layouts if layout.num_tokens <= max_num_tokens]
 
 
@@ -112,7 +111,7 @@ def capture(
         with torch.cuda.graph(second, pool=pool):
             ids = sample(layout, logits)
         # The tensor itself would keep its memory from the other graphs: 131 MB for 256 rows of Llama 3's vocabulary.
-        graphs[layout] = StepGraph(first, second, torch.as_tensor(_Lent(logits)), ids)
+        graphs[layout] = StepGraph(first, second, torch.as_tensor(_Lent(logits), device=logits.device), ids)
         del logits
     return graphs
 

@@ -101,5 +101,7 @@ def test_single_tokens_alone_have_no_such_graph_though_one_is_not_sampled(inputs
 
 def test_of_more_single_tokens_than_a_graph_has_none_is_left_out() -> None:
     inputs = make_inputs(300, 1024, max_blocks=80)
-    assert mixed(inputs, 1, 256 - 1, 100).in_graph
-    assert not mixed(inputs, 2, 256, 100).in_graph  # 257 are sampled
+    for num_single in (256, 257):
+        entries = [chunk(slot, 300, 1, sample=slot < 100) for slot in range(num_single)]
+        plan = StepPlan(1, entered(num_single + 1), (*entries, chunk(num_single, 40, 100)))
+        assert inputs.prepare(plan).in_graph == (num_single == 256)

@@ -43,10 +43,10 @@ def left(step: WorstStep, utilization: float = 0.9) -> int:
 
 
 @pytest.mark.parametrize(("num_tokens", "most_tokens"), [(8192, 1024), (600, 512), (15, 40)])
-def test_graphs_have_the_logits_of_the_most_rows_and_the_activations_of_the_largest(
+def test_graphs_have_the_logits_of_the_most_rows_twice_and_the_activations_of_the_largest(
     num_tokens: int, most_tokens: int
 ) -> None:
-    graphs = 4 * 1000 * 40 + 3 * GIB * most_tokens // num_tokens
+    graphs = 2 * 4 * 1000 * 40 + 3 * GIB * most_tokens // num_tokens
     graphs += 2 * kernels.attention_scratch_bytes(*SIZES, 40, 4096, CPU)
     assert left(WorstStep(num_tokens, 18 * GIB, 0.1)) == int(80 * GIB * 0.9) - 18 * GIB - graphs - GIB - GIB
 
@@ -57,7 +57,8 @@ def test_nothing_left_says_what_takes_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "most"), [(0.318, 768), (0.370, 768), (0.640, 512), (1.0, 256), (5.0, 128), (0.01, 16384)]
+    ("seconds", "most"),
+    [(0.300, 768), (0.370, 768), (0.400, 768), (0.640, 512), (1.0, 256), (1.1, 128), (5.0, 128), (0.01, 16384)],
 )
 def test_a_step_with_others_prompts_takes_20_ms(seconds: float, most: int) -> None:
     """In whole tiles of products, two and more; the least is one, the most a step."""

@@ -26,8 +26,8 @@ _TILES_SIZES = (640, 768, 896, 1024)
 _MIXED_SIZES = (128, 192, 256, 384, 512, 640, 768)
 _MOST_SINGLE = 256
 
-#: Short chunks, and sampled rows of chunks, that these have room for: each new prompt is one of both at most, and a
-#: server whose 256 clients ask for 128 tokens gets two a step. Programs that find none cost such a step 2 us a layer.
+#: Tiles of short chunks, and sampled rows of chunks, that these have room for. A server whose 256 clients ask for 128
+#: tokens gets two new prompts a step; programs that find none end at once.
 _MIXED_ITEMS = 32
 
 #: Programs of a group of heads that tiles with long contexts may have beside one each. A prompt whose end alone is not
@@ -88,7 +88,7 @@ def capture(
 ) -> dict[Layout, StepGraph]:
     """`forward(layout)` answers logits, `sample(layout, logits)` ids; both are run once before they are captured.
 
-    The last layout is captured first, so that the smaller ones find room in its memory.
+    The largest is captured first, so that the smaller ones find room in its memory.
     """
 
     def run_all() -> None:
@@ -100,7 +100,7 @@ def capture(
     pool = torch.cuda.graph_pool_handle()
     gc.collect()
     stream = torch.cuda.Stream()  # one: the library keeps memory for each that it is called on
-    for layout in reversed(layouts):
+    for layout in sorted(layouts, key=lambda layout: layout.num_tokens, reverse=True):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             sample(layout, forward(layout))  # warms up the libraries

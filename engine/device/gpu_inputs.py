@@ -180,27 +180,28 @@ class GpuInputs:
         return kernels.StepStart(self.last_ids, self._cells, columns.num_changes, columns.changes)
 
     def _graph_layout(self, lengths: list[int], num_single: int, num_tokens: int, num_sampled: int) -> Layout | None:
-        """That of the smallest graph for chunks of such lengths, the first `num_single` single tokens, if there is
-        one."""
+        """That of the first graph which has room for chunks of such lengths, the first `num_single` single tokens, if
+        there is one."""
         if num_sampled == num_tokens:
             return self._decode_layouts_by_rows[num_tokens]
-        layouts = [x for x in self.chunk_layouts if x.num_tokens >= num_tokens and x.num_sampled >= num_sampled]
-        return next((layout for layout in layouts if self._has_room(layout, lengths, num_single)), None)
+        chunks, size, count = lengths[num_single:], self._limits.query_tile, self._limits.short.count
+        num_tiles = sum([-(-length // size) for length in chunks if length > self._most_brief])
+        num_items = count([length for length in chunks if length <= self._most_brief])
+        num_items_of_all = count(lengths)
 
-    def _has_room(self, layout: Layout, lengths: list[int], num_single: int) -> bool:
-        """Whether a graph's layout has as many items and tiles as chunks of such lengths take at least."""
-        if layout.num_single:
-            num_chunks = len(lengths) - num_single
-            # Of a kernel none of whose rows are there no program waits for the kernel before, which the next relies on.
-            if not 0 < num_single <= layout.num_single or not 0 < num_chunks <= layout.num_last_items:
+        def has_room(layout: Layout) -> bool:
+            if layout.num_tokens < num_tokens or layout.num_sampled < num_sampled:
                 return False
-            lengths = lengths[num_single:]
-        elif layout.num_items:
-            return self._limits.short.count(lengths) <= layout.num_items
-        size = self._limits.query_tile
-        num_tiles = sum([-(-length // size) for length in lengths if length > self._most_brief])
-        num_items = self._limits.short.count([length for length in lengths if length <= self._most_brief])
-        return num_tiles <= layout.num_tiles and num_items <= layout.num_items
+            if not layout.num_tiles:
+                return num_items_of_all <= layout.num_items
+            if num_tiles > layout.num_tiles or num_items > layout.num_items:
+                return False
+            if not layout.num_single:
+                return not num_single
+            # Of a kernel none of whose rows are there no program waits for the kernel before, which the next relies on.
+            return 0 < num_single <= layout.num_single and 0 < len(chunks) <= layout.num_last_items
+
+        return next(filter(has_room, self.chunk_layouts), None)
 
     def _divide(self, chunks: Sequence[Chunk], lasts: Sequence[Chunk], graph: Layout | None) -> _Divided:
         """Tiles of long chunks, later ones first, as they have the most keys; items of short ones; and items of

@@ -50,11 +50,11 @@ def rotate_and_attend(
     out = torch.empty(num_rows, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     scale, cap = _exponents(scale * scales.key, soft_cap)
     sequences = (batch.block_tables, batch.seq_index)
-    single_positions, chunk_positions = _positions(batch.positions, schedule)
+    single_positions, chunk_positions, first_row = _parted(batch.positions, schedule)
     rope_write_(
         *(qkv, table, k_cache, v_cache, *sequences, chunk_positions),
         num_heads=num_heads,
-        first_row=min(schedule.num_single, num_rows) if schedule.chunk_positions is None else 0,
+        first_row=first_row,
         norms=norms,
         scales=scales,
     )
@@ -99,11 +99,11 @@ def _check_layout(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, num_heads: int)
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
 
 
-def _positions(positions: Tensor, schedule: TileSchedule) -> tuple[Tensor, Tensor]:
-    """Those of single rows and those of others."""
+def _parted(positions: Tensor, schedule: TileSchedule) -> tuple[Tensor, Tensor, int]:
+    """Positions of single rows, those of others, and the first row that may be one of the others."""
     if schedule.single_positions is None or schedule.chunk_positions is None:
-        return positions, positions
-    return schedule.single_positions, schedule.chunk_positions
+        return positions, positions, min(schedule.num_single, len(positions))
+    return schedule.single_positions, schedule.chunk_positions, 0
 
 
 def _attend_chunks(
